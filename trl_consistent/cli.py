@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `trl-consistent` command. Each sub-command parses, calls one function and returns an exit code."""
+
+import argparse
+import sys
+
+from . import __version__, run
+from .rollout.environment import prepare
+
+
+def _grpo(argv: list[str]) -> int:
+    """`trl grpo` with our classes: the same flags plus ours, launched through accelerate."""
+    prepare()
+    from importlib.resources import files
+
+    from . import _compat
+
+    with run.swapped():
+        launch_arguments, script_arguments = _compat.split_launch_arguments(argv)
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    script = str(files("trl.scripts") / "grpo.py")
+    command = [*launch_arguments, "-m", "trl_consistent.run", script, *script_arguments]
+    launch_command(launch_command_parser().parse_args(command))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the `trl-consistent` command; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # What follows a sub-command belongs to the script or to `trl grpo`, `--help` included.
+    if argv and argv[0] == "run":
+        return run.main(argv[1:])
+    if argv and argv[0] == "grpo":
+        return _grpo(argv[1:])
+    parser = argparse.ArgumentParser(
+        prog="trl-consistent", description="Measure and correct training-inference mismatch in TRL's GRPO."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("run", help="run an unmodified TRL script with our trainer and config", add_help=False)
+    commands.add_parser("grpo", help="`trl grpo` with our trainer, config and flags", add_help=False)
+    parser.parse_args(argv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

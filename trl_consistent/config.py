@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ConsistentGRPOConfig`, and the correction a config (ours or a plain `GRPOConfig`) stands for."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from ._compat import TRL_MODES
+from .corrections import PRESETS, Correction
+
+
+logger = logging.getLogger(__name__)
+
+MODES = (*TRL_MODES, "geometric_truncate", "geometric_mask", "token_reject", "sequence_reject", "geometric_reject")
+"""Values of `vllm_importance_sampling_mode`: `<level>_<action>`."""
+
+VERIFY_SYNC = ("off", "first", "every")
+
+_ENGINE_KEYS_OF_TRL = {
+    "model": "the trainer rolls out the model it trains",
+    "logprobs_mode": "corrections need 'processed_logprobs', the distribution that was sampled from",
+    "tensor_parallel_size": "set `vllm_tensor_parallel_size`",
+    "gpu_memory_utilization": "set `vllm_gpu_memory_utilization`",
+    "max_model_len": "set `vllm_max_model_length`",
+    "enable_sleep_mode": "set `vllm_enable_sleep_mode`",
+    "model_impl": "set `vllm_model_impl`",
+    "trust_remote_code": "set `trust_remote_code`",
+    "seed": "TRL gives every rank its own",
+    "distributed_executor_backend": "TRL runs the engine inside the launcher's processes",
+}
+
+_TRUNCATING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
+    """Refuses a value that is not in `valid`; the message lists them."""
+    if value not in valid:
+        raise ValueError(f"`{name}` is {value!r}. Expected one of: {', '.join(valid)}.")
+
+
+def correction_of(args: Any) -> Correction | None:
+    """The correction that `args` asks for, TRL's own modes included; `None` when the ratio is not used.
+
+    Args:
+        args (`GRPOConfig` or [`ConsistentGRPOConfig`]):
+            A plain config is as good: our fields count as unset.
+    """
+    preset = getattr(args, "correction", None)
+    if preset is not None:
+        return PRESETS[preset]
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return None
+    one_of("vllm_importance_sampling_mode", args.vllm_importance_sampling_mode, MODES)
+    level, action = args.vllm_importance_sampling_mode.split("_")
+    return Correction(level, action, args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+
+
+@dataclass
+class ConsistentGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`ConsistentGRPOTrainer`].
+
+    Everything [`~trl.GRPOConfig`] has is inherited with its default; with the fields below unset, training is that of
+    `GRPOTrainer`, bit for bit. `vllm_importance_sampling_mode` takes five more values: `"geometric_truncate"`,
+    `"geometric_mask"`, `"token_reject"`, `"sequence_reject"` and `"geometric_reject"`.
+
+    Parameters:
+        > Parameters that control the correction of training-inference mismatch
+
+        correction (`str`, *optional*):
+            Name of a published correction, a key of `PRESETS`: `"none"` (measure only), `"tis"`, `"tis_two_sided"`,
+            `"icepop"`, `"seq_tis"`, `"seq_mis"`, `"geo_mis"` or `"tis_geo_rs"`. Sets
+            `vllm_importance_sampling_correction`, `vllm_importance_sampling_mode` and both clip bounds, and refuses to
+            contradict one that was set to something else. `None` leaves TRL's own fields in charge.
+
+        > Parameters that control the rollout engine
+
+        rollout_engine_kwargs (`dict[str, Any]`, *optional*):
+            Further arguments of `vllm.LLM` in colocate mode, for example `{"dtype": "float32", "enforce_eager": true}`.
+            TRL passes no dtype: a float32 model is rolled out in bfloat16 unless this says otherwise. On CPU
+            `enforce_eager` defaults to `True` (compiling takes minutes there).
+        rollout_verify_sync (`str`, *optional*, defaults to `"every"`):
+            When to compare trainer and colocated engine on a short fixed prompt after a weight sync: `"off"`,
+            `"first"` or `"every"`. Weights that did not arrive, or arrived as garbage, raise.
+    """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["rollout_engine_kwargs"]
+
+    correction: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of a published correction of training-inference mismatch: 'none' (measure only), 'tis', "
+            "'tis_two_sided', 'icepop', 'seq_tis', 'seq_mis', 'geo_mis' or 'tis_geo_rs'. Sets the "
+            "`vllm_importance_sampling_*` fields. Unset leaves TRL's own fields in charge."
+        },
+    )
+    rollout_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Further arguments of `vllm.LLM` in colocate mode, as JSON, for example "
+            '\'{"dtype": "float32", "enforce_eager": true}\'.'
+        },
+    )
+    rollout_verify_sync: str = field(
+        default="every",
+        metadata={
+            "help": "When to compare trainer and colocated engine on a short fixed prompt after a weight sync: 'off', "
+            "'first' or 'every'. Weights that did not arrive, or arrived as garbage, raise."
+        },
+    )
+
+    def __post_init__(self):
+        if self.correction is not None:
+            one_of("correction", self.correction, tuple(PRESETS))
+            self._apply_preset(PRESETS[self.correction])
+        one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
+        one_of("rollout_verify_sync", self.rollout_verify_sync, VERIFY_SYNC)
+        super().__post_init__()
+        correction = correction_of(self)  # checks the bounds
+        if correction is not None and correction.action != "none" and self.loss_type == "vespo":
+            if correction.level != "token" or correction.action == "reject":
+                raise ValueError(
+                    f"`loss_type='vespo'` works with token_truncate and token_mask corrections only, got "
+                    f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}`"
+                    + (f" (from `correction={self.correction!r}`)." if self.correction else ".")
+                )
+        for key in self.rollout_engine_kwargs or {}:
+            if key in _ENGINE_KEYS_OF_TRL:
+                raise ValueError(f"`rollout_engine_kwargs` must not contain {key!r}: {_ENGINE_KEYS_OF_TRL[key]}.")
+        if self.use_vllm:
+            self._check_sampling()
+
+    def _apply_preset(self, correction: Correction) -> None:
+        """Writes the preset into TRL's fields; a field that holds neither TRL's default nor the preset's value is
+        somebody's decision, and contradicts it."""
+        wanted: dict[str, Any] = {"vllm_importance_sampling_correction": correction.action != "none"}
+        if correction.action != "none":
+            if not self.use_vllm:
+                raise ValueError(
+                    f"`correction={self.correction!r}` needs the rollout engine's log-probs: set `use_vllm=True`, or "
+                    "leave `correction` unset."
+                )
+            wanted["vllm_importance_sampling_mode"] = f"{correction.level}_{correction.action}"
+            wanted["vllm_importance_sampling_clip_min"] = correction.lower
+            wanted["vllm_importance_sampling_clip_max"] = correction.upper
+        if self.vllm_importance_sampling_cap is not None and correction.action != "none":
+            raise ValueError(
+                f"`correction={self.correction!r}` sets the bounds, which contradicts "
+                f"`vllm_importance_sampling_cap={self.vllm_importance_sampling_cap}`. Set one of the two."
+            )
+        for name, value in wanted.items():
+            got, default = getattr(self, name), GRPOConfig.__dataclass_fields__[name].default
+            if got != default and got != value:
+                raise ValueError(
+                    f"`correction={self.correction!r}` stands for `{name}={value!r}`, which contradicts "
+                    f"`{name}={got!r}`. Set one of the two."
+                )
+            setattr(self, name, value)
+
+    def _check_sampling(self) -> None:
+        """Speaks up about sampling settings that the trainer's log-probs do not follow."""
+        overrides = self.generation_kwargs or {}
+        temperature = overrides.get("temperature", self.temperature)
+        if temperature != self.temperature:
+            message = (
+                f"`generation_kwargs={{'temperature': {temperature}}}` changes what the engine samples from, but the "
+                f"trainer computes its log-probs at `temperature={self.temperature}`, so every ratio is off. Set "
+                f"`temperature={temperature}` instead."
+            )
+            if self.correction is not None:
+                raise ValueError(message)
+            logger.warning(message)
+        if "logprobs" in overrides and overrides["logprobs"] is None and self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "`generation_kwargs={'logprobs': None}` asks the engine for no log-probs, but the correction needs "
+                "them. Remove it, or set `vllm_importance_sampling_correction=False`."
+            )
+        for name, neutral in _TRUNCATING.items():
+            value = overrides.get(name, getattr(self, name))
+            if value not in (None, neutral) and not (name == "top_k" and value <= 0):
+                logger.warning(
+                    f"`{name}={value}` makes the engine report log-probs of the distribution after {name}, the trainer "
+                    "computes them without: the mismatch ratio is biased (its mean is the probability mass that was "
+                    f"kept). Prefer `{name}={neutral}`; watch `mismatch/z_ratio`."
+                )

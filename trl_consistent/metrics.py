@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue of consistency metrics, and the sums and counts they are made of.
+
+`mismatch_metrics` and `correction_metrics` turn a batch into statistics without a host sync; `merge` adds statistics of
+micro-batches and ranks; `finalize` turns the total into the numbers that are logged. A mean is always a sum over a
+count, never a mean of means, and padding, tool tokens and empty rows enter neither.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from .corrections import CorrectionResult
+from .kl import kl_k3
+from .ratios import check_shapes, level_log_ratio, mismatch_log_ratio, scored_tokens
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the catalogue."""
+
+    key: str
+    """Name in the logs, `area/quantity/statistic`."""
+    unit: str
+    """`nats`, `ratio`, `probability`, `share` or `count`."""
+    meaning: str
+    """What it says, in one line."""
+    reduction: str
+    """How values of many tokens become one."""
+    healthy: tuple[float | None, float | None] = (None, None)
+    """Smallest and largest value of a healthy dense bf16 run; `None` is open."""
+    source: str = ""
+    """Where the definition or the range comes from."""
+
+
+_KL = "http://joschu.net/blog/kl-approx.html"
+_DPPO = "https://huggingface.co/papers/2602.04879"
+_COLLAPSE = "https://richardli.xyz/rl-collapse"
+_ESS = "https://huggingface.co/papers/2602.17616"
+
+METRICS: dict[str, Metric] = {
+    metric.key: metric
+    for metric in (
+        Metric("mismatch/diff/mean", "nats", "trainer minus engine log-prob; a bias, not a size", "mean over tokens"),
+        Metric("mismatch/abs_diff/mean", "nats", "size of the log-prob gap", "mean over tokens", (None, 0.02)),
+        Metric("mismatch/abs_diff/p50", "nats", "typical gap", "median over tokens, within 1.6 %"),
+        Metric(
+            "mismatch/abs_diff/p99", "nats", "gap of the worst 1 %", "quantile over tokens, within 1.6 %", (None, 0.2)
+        ),
+        Metric("mismatch/abs_diff/max", "nats", "largest gap of one token", "maximum", (None, 2.0)),
+        Metric("mismatch/k1/mean", "nats", "KL(engine || trainer), plain estimator", "mean over tokens", source=_KL),
+        Metric(
+            "mismatch/k3/mean",
+            "nats",
+            "KL(engine || trainer), low-variance estimator: the number to watch",
+            "mean over tokens",
+            (None, 1e-3),
+            _KL,
+        ),
+        Metric(
+            "mismatch/prob_diff/mean",
+            "probability",
+            "size of the probability gap",
+            "mean over tokens",
+            (None, 0.004),
+            _DPPO,
+        ),
+        Metric("mismatch/prob_diff/max", "probability", "largest probability gap of one token", "maximum"),
+        Metric(
+            "mismatch/ratio/mean",
+            "ratio",
+            "exp(diff), raw; 1 in expectation if tokens were drawn from the reported distribution",
+            "mean over tokens",
+            (0.98, 1.02),
+        ),
+        Metric("mismatch/ratio/min", "ratio", "smallest raw ratio", "minimum"),
+        Metric("mismatch/ratio/max", "ratio", "largest raw ratio", "maximum"),
+        Metric(
+            "mismatch/z_ratio",
+            "standard errors",
+            "how far the mean ratio is from 1; far below: truncated sampling or wrong temperature",
+            "(mean - 1) / (std / sqrt(n))",
+            (-4.0, 4.0),
+        ),
+        Metric(
+            "mismatch/pearson",
+            "correlation",
+            "correlation of trainer and engine probabilities; low: log-probs belong to other tokens",
+            "over tokens",
+            (0.99, None),
+        ),
+        Metric(
+            "mismatch/ess/token",
+            "share",
+            "effective sample size of raw token ratios",
+            "(sum w)^2 / (n sum w^2)",
+            (0.95, None),
+            _ESS,
+        ),
+        Metric(
+            "mismatch/ess/sequence",
+            "share",
+            "effective sample size of raw sequence ratios",
+            "(sum w)^2 / (n sum w^2)",
+            (0.5, None),
+            _ESS,
+        ),
+        Metric("mismatch/chi2/token", "ratio", "mean squared ratio minus 1", "mean over tokens", (None, 0.05)),
+        Metric(
+            "mismatch/chi2/sequence",
+            "ratio",
+            "mean squared sequence ratio minus 1",
+            "mean over completions",
+            source=_COLLAPSE,
+        ),
+        Metric(
+            "mismatch/sequence_ratio/mean", "ratio", "product of a completion's ratios, raw", "mean over completions"
+        ),
+        Metric("mismatch/sequence_ratio/min", "ratio", "smallest sequence ratio", "minimum"),
+        Metric("mismatch/sequence_ratio/max", "ratio", "largest sequence ratio", "maximum"),
+        Metric(
+            "mismatch/geometric_ratio/mean", "ratio", "length-normalised sequence ratio, raw", "mean over completions"
+        ),
+        Metric("mismatch/geometric_ratio/min", "ratio", "smallest geometric ratio", "minimum"),
+        Metric("mismatch/geometric_ratio/max", "ratio", "largest geometric ratio", "maximum"),
+        Metric(
+            "mismatch/log_ppl/old", "nats", "minus mean log-prob of a completion, trainer", "mean over completions"
+        ),
+        Metric(
+            "mismatch/log_ppl/sampling", "nats", "minus mean log-prob of a completion, engine", "mean over completions"
+        ),
+        Metric(
+            "mismatch/log_ppl/diff",
+            "nats",
+            "log_ppl/old minus log_ppl/sampling",
+            "mean over completions",
+            (-0.005, 0.005),
+        ),
+        Metric(
+            "mismatch/unscored_fraction", "share", "tokens without a sampling log-prob", "over tokens", (None, 0.0)
+        ),
+        Metric("mismatch/nonfinite_count", "count", "tokens with an infinite log-ratio", "sum", (None, 0.0)),
+        *(
+            Metric(
+                f"correction/{verb}_fraction/{side}",
+                "share",
+                f"tokens {verb} for a ratio {where} the bounds",
+                "over tokens in the mask",
+            )
+            for verb in ("truncated", "masked", "rejected")
+            for side, where in (("low", "below"), ("high", "above"))
+        ),
+        Metric("correction/weight/mean", "ratio", "weight on the policy loss", "mean over kept tokens", (0.9, 1.1)),
+        Metric("correction/weight/std", "ratio", "spread of the weights", "over kept tokens", (None, 1.0)),
+        Metric("correction/weight/max", "ratio", "largest weight", "maximum"),
+        Metric(
+            "correction/ess",
+            "share",
+            "effective sample size of the weights",
+            "(sum w)^2 / (n sum w^2)",
+            (0.95, None),
+            _ESS,
+        ),
+    )
+}
+"""Every metric this package logs, by key."""
+
+
+Reduction = Literal["sum", "max", "min", "logsumexp"]
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A statistic that can be merged: a float64 tensor of shape `(n,)` and how two of them become one."""
+
+    value: Shaped[Tensor, " n"]
+    reduction: Reduction
+
+
+_REDUCE = {
+    "sum": lambda stacked: stacked.sum(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+    "logsumexp": lambda stacked: torch.logsumexp(stacked, 0),
+}
+
+
+def merge(parts: Iterable[dict[str, Stat]]) -> dict[str, Stat]:
+    """Merges statistics of disjoint sets of tokens (micro-batches, ranks, steps); all parts hold the same keys."""
+    parts = list(parts)
+    return {
+        key: Stat(_REDUCE[stat.reduction](torch.stack([part[key].value for part in parts])), stat.reduction)
+        for key, stat in parts[0].items()
+    }
+
+
+# exp(40) squared still fits in float32; a token ratio beyond it says nothing more.
+_MAX_LOG_RATIO = 40.0
+
+# |d| falls into bins of a float's own exponent and top mantissa bits: 32 bins per octave from 2^-24 to 2^8, each 3.1 %
+# wide at most. Counting is exact, merging is a sum, and no sort or size limit is involved.
+_MANTISSA_BITS = 5
+_LOWEST_OCTAVE, _HIGHEST_OCTAVE = -24, 8
+_BINS = (_HIGHEST_OCTAVE - _LOWEST_OCTAVE) << _MANTISSA_BITS
+
+
+def _histogram(abs_diff: Float[Tensor, "B T"], scored: Shaped[Tensor, "B T"]) -> Shaped[Tensor, " n"]:
+    bits = abs_diff.view(torch.int32) >> (23 - _MANTISSA_BITS)
+    bins = (bits - ((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS)).clamp(0, _BINS - 1).long()
+    counts = torch.zeros(_BINS, dtype=torch.float64, device=abs_diff.device)
+    return counts.scatter_add_(0, bins.flatten(), scored.flatten().double())
+
+
+def _quantile(counts: list[float], q: float, lowest: float, highest: float) -> float:
+    """The value below which a share `q` of the counted values lies, interpolated inside its bin."""
+    rank = q * (sum(counts) - 1)
+    before = 0.0
+    for index, count in enumerate(counts):
+        if rank < before + count:
+            octave, step = divmod(index, 1 << _MANTISSA_BITS)
+            start = 2.0 ** (octave + _LOWEST_OCTAVE) * (1 + step / (1 << _MANTISSA_BITS))
+            width = 2.0 ** (octave + _LOWEST_OCTAVE - _MANTISSA_BITS)
+            value = start + width * (rank - before + 0.5) / count if index else 0.0
+            return min(max(value, lowest), highest)
+        before += count
+    return highest
+
+
+def _scalar(value: Tensor, reduction: Reduction = "sum") -> Stat:
+    return Stat(value.double().reshape(1), reduction)
+
+
+def mismatch_metrics(
+    old: Float[Tensor, "B T"], sampling: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+) -> dict[str, Stat]:
+    """Statistics of the gap between trainer and engine log-probs, before any correction acts.
+
+    Args: as of [`mismatch_log_ratio`].
+
+    Returns:
+        `dict` of [`Stat`], on the device of the input, without a host sync. Give it (merged) to [`finalize`].
+
+    Sign: `d` is positive when the trainer finds the token likelier.
+    Masked positions: ignored, whatever they hold. Unscored and infinite tokens are counted and enter nothing else; a
+    completion with an infinite token enters no sequence statistic. Rows without tokens enter nothing.
+    """
+    check_shapes(old=old, sampling=sampling, mask=mask)
+    old, sampling = old.detach().float(), sampling.detach().float()
+    d = mismatch_log_ratio(old, sampling, mask)
+    inside, scored = mask.bool(), scored_tokens(d, mask)
+    infinite = torch.isinf(d)
+    scored = scored & ~infinite
+
+    def total(x: Tensor) -> Stat:
+        return Stat(torch.where(scored, x, 0.0).sum(dtype=torch.float64).reshape(1), "sum")
+
+    def extreme(x: Tensor, where: Tensor, reduction: Reduction) -> Stat:
+        fill = -math.inf if reduction == "max" else math.inf
+        filled = torch.where(where, x, fill)
+        return _scalar(filled.amax() if reduction == "max" else filled.amin(), reduction)
+
+    d = torch.where(scored, d, 0.0)
+    abs_diff = d.abs()
+    bounded = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    excess = torch.expm1(bounded)  # ratio - 1, exact near d = 0
+    p_old, p_sampling = old.exp(), sampling.exp()
+    prob_diff = (p_old - p_sampling).abs()
+    stats = {
+        "tokens": _scalar(inside.sum()),
+        "scored": _scalar(scored.sum()),
+        "nonfinite": _scalar(infinite.sum()),
+        "unscored": _scalar((inside & torch.isnan(sampling)).sum()),
+        "diff": total(d),
+        "abs_diff": total(abs_diff),
+        "abs_diff_min": extreme(abs_diff, scored, "min"),
+        "abs_diff_max": extreme(abs_diff, scored, "max"),
+        "abs_diff_histogram": Stat(_histogram(abs_diff, scored), "sum"),
+        "k3": total(kl_k3(bounded, scored)),
+        "excess": total(excess),
+        "excess_squared": total(excess.square()),
+        "log_ratio_min": extreme(bounded, scored, "min"),
+        "log_ratio_max": extreme(bounded, scored, "max"),
+        "prob_diff": total(prob_diff),
+        "prob_diff_max": extreme(prob_diff, scored, "max"),
+        "p_old": total(p_old),
+        "p_sampling": total(p_sampling),
+        "p_old_squared": total(p_old.double().square()),
+        "p_sampling_squared": total(p_sampling.double().square()),
+        "p_product": total(p_old.double() * p_sampling),
+    }
+
+    # Sequence ratios are summed as logs: a product over a long completion overflows any float.
+    whole = (scored.any(dim=-1) & ~infinite.any(dim=-1))[:, None]
+    lengths = scored.sum(dim=-1, keepdim=True).clamp(min=1)
+    log_sequence = level_log_ratio(d, scored, "sequence").double()
+    log_geometric = level_log_ratio(d, scored, "geometric").double()
+    minus_inf = torch.full_like(log_sequence, -math.inf)
+
+    def logsumexp(x: Tensor) -> Stat:
+        return Stat(torch.logsumexp(torch.where(whole, x, minus_inf), dim=0), "logsumexp")
+
+    def per_row(x: Tensor) -> Stat:
+        mean = torch.where(scored, x, 0.0).sum(dim=-1, keepdim=True) / lengths
+        return Stat(torch.where(whole, mean, 0.0).sum(dtype=torch.float64).reshape(1), "sum")
+
+    stats |= {
+        "sequences": _scalar(whole.sum()),
+        "log_sequence": logsumexp(log_sequence),
+        "log_sequence_doubled": logsumexp(2 * log_sequence),
+        "log_sequence_min": extreme(log_sequence, whole, "min"),
+        "log_sequence_max": extreme(log_sequence, whole, "max"),
+        "log_geometric": logsumexp(log_geometric),
+        "log_geometric_min": extreme(log_geometric, whole, "min"),
+        "log_geometric_max": extreme(log_geometric, whole, "max"),
+        "log_ppl_old": per_row(-old),
+        "log_ppl_sampling": per_row(-sampling),
+    }
+    return stats
+
+
+def correction_metrics(
+    mask: Shaped[Tensor, "B T"], result: CorrectionResult, action: str
+) -> dict[str, Stat]:
+    """Statistics of what a correction did to the tokens of `mask`, the mask before rejections.
+
+    Returns:
+        `dict` of [`Stat`] that can be joined with those of [`mismatch_metrics`]; no host sync.
+
+    Masked positions: ignored. Weights are counted over the kept tokens only.
+    """
+    check_shapes(mask=mask, weights=result.weights)
+    kept = result.keep_mask
+    weights = torch.where(kept, result.weights, 0.0).double()
+    none = torch.zeros((), device=weights.device)
+    verb = {"none": "", "truncate": "truncated", "mask": "masked", "reject": ""}[action]
+    stats = {
+        "correction_tokens": _scalar(mask.bool().sum()),
+        "kept": _scalar(kept.sum()),
+        "all_rejected": _scalar(mask.bool().any() & ~kept.any()),
+        "weight": _scalar(weights.sum()),
+        "weight_squared": _scalar(weights.square().sum()),
+        "weight_max": _scalar(torch.where(kept, weights, -math.inf).amax(), "max"),
+        "rejected_low": _scalar(result.rejected_low.sum()),
+        "rejected_high": _scalar(result.rejected_high.sum()),
+    }
+    for name in ("truncated", "masked"):
+        stats[f"{name}_low"] = _scalar(result.low.sum() if name == verb else none)
+        stats[f"{name}_high"] = _scalar(result.high.sum() if name == verb else none)
+    return stats
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))  # saturates instead of overflowing
+
+
+def finalize(stats: dict[str, Stat]) -> dict[str, float]:
+    """The numbers to log, by key of [`METRICS`], from (merged) statistics.
+
+    One transfer to the host. A metric that is undefined (no scored token, no spread) is left out.
+
+    Args:
+        stats (`dict[str, Stat]`):
+            From [`mismatch_metrics`], with or without those of [`correction_metrics`].
+    """
+    flat = torch.cat([stat.value for stat in stats.values()]).tolist()
+    values: dict[str, list[float]] = {}
+    for key, stat in stats.items():
+        size = stat.value.numel()
+        values[key], flat = flat[:size], flat[size:]
+    v = {key: value[0] for key, value in values.items() if len(value) == 1}
+
+    out: dict[str, float] = {}
+    if v["tokens"]:
+        out["mismatch/unscored_fraction"] = v["unscored"] / v["tokens"]
+        out["mismatch/nonfinite_count"] = v["nonfinite"]
+    n = v["scored"]
+    if n:
+        out["mismatch/diff/mean"] = v["diff"] / n
+        out["mismatch/abs_diff/mean"] = v["abs_diff"] / n
+        for name, q in (("p50", 0.5), ("p99", 0.99)):
+            out[f"mismatch/abs_diff/{name}"] = _quantile(
+                values["abs_diff_histogram"], q, v["abs_diff_min"], v["abs_diff_max"]
+            )
+        out["mismatch/abs_diff/max"] = v["abs_diff_max"]
+        out["mismatch/k1/mean"] = -v["diff"] / n
+        out["mismatch/k3/mean"] = v["k3"] / n
+        out["mismatch/prob_diff/mean"] = v["prob_diff"] / n
+        out["mismatch/prob_diff/max"] = v["prob_diff_max"]
+        excess, excess_squared = v["excess"] / n, v["excess_squared"] / n
+        second_moment = 1 + 2 * excess + excess_squared
+        out["mismatch/ratio/mean"] = 1 + excess
+        out["mismatch/ratio/min"] = _exp(v["log_ratio_min"])
+        out["mismatch/ratio/max"] = _exp(v["log_ratio_max"])
+        out["mismatch/ess/token"] = (1 + excess) ** 2 / second_moment
+        out["mismatch/chi2/token"] = second_moment - 1
+        variance = excess_squared - excess**2
+        if variance > 0:
+            out["mismatch/z_ratio"] = excess / math.sqrt(variance / n)
+        var_old = v["p_old_squared"] / n - (v["p_old"] / n) ** 2
+        var_sampling = v["p_sampling_squared"] / n - (v["p_sampling"] / n) ** 2
+        if var_old > 0 and var_sampling > 0:
+            covariance = v["p_product"] / n - v["p_old"] * v["p_sampling"] / n**2
+            out["mismatch/pearson"] = covariance / math.sqrt(var_old * var_sampling)
+    rows = v["sequences"]
+    if rows:
+        log_mean = v["log_sequence"] - math.log(rows)
+        log_second_moment = v["log_sequence_doubled"] - math.log(rows)
+        out["mismatch/ess/sequence"] = _exp(2 * log_mean - log_second_moment)
+        out["mismatch/chi2/sequence"] = _exp(log_second_moment) - 1
+        out["mismatch/sequence_ratio/mean"] = _exp(log_mean)
+        out["mismatch/sequence_ratio/min"] = _exp(v["log_sequence_min"])
+        out["mismatch/sequence_ratio/max"] = _exp(v["log_sequence_max"])
+        out["mismatch/geometric_ratio/mean"] = _exp(v["log_geometric"] - math.log(rows))
+        out["mismatch/geometric_ratio/min"] = _exp(v["log_geometric_min"])
+        out["mismatch/geometric_ratio/max"] = _exp(v["log_geometric_max"])
+        out["mismatch/log_ppl/old"] = v["log_ppl_old"] / rows
+        out["mismatch/log_ppl/sampling"] = v["log_ppl_sampling"] / rows
+        out["mismatch/log_ppl/diff"] = (v["log_ppl_old"] - v["log_ppl_sampling"]) / rows
+
+    if v.get("correction_tokens"):
+        for verb in ("truncated", "masked", "rejected"):
+            for side in ("low", "high"):
+                out[f"correction/{verb}_fraction/{side}"] = v[f"{verb}_{side}"] / v["correction_tokens"]
+        kept = v["kept"]
+        if kept:
+            mean, mean_square = v["weight"] / kept, v["weight_squared"] / kept
+            out["correction/weight/mean"] = mean
+            out["correction/weight/std"] = math.sqrt(max(mean_square - mean**2, 0.0))
+            out["correction/weight/max"] = v["weight_max"]
+            if mean_square:
+                out["correction/ess"] = mean**2 / mean_square
+    return out

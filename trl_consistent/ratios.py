@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mismatch log-ratio `d = old - sampling` and its per-level forms.
+
+Everything that says what a sign, an unscored token or an untrusted token is, stands here; `corrections.py` turns ratios
+into weights, `metrics.py` into numbers to log.
+
+Shapes: B completions, T completion tokens.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+
+LEVELS = ("token", "sequence", "geometric")
+
+
+def check_shapes(**tensors: Tensor) -> None:
+    """Refuses tensors that are not all of one (B, T) shape.
+
+    `(B,)` against `(B, T)` broadcasts silently whenever B equals T, so every user tensor passes through here once.
+
+    Raises:
+        `ValueError`: names each argument with its shape.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"Expected tensors of one shape (batch, completion tokens), got {listed}.")
+
+
+def mismatch_log_ratio(
+    old: Float[Tensor, "B T"], sampling: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Token log-ratio `d = old - sampling` between the trainer and the rollout engine, at equal weights.
+
+    Args:
+        old (`torch.Tensor` of shape `(B, T)`):
+            Log-probs (nats) the trainer computes with the weights that generated, `old_per_token_logps`.
+        sampling (`torch.Tensor` of shape `(B, T)`):
+            Log-probs (nats) the rollout engine sampled with, `sampling_per_token_logps`. NaN where the engine could
+            not score the token.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            `completion_mask * tool_mask`; any dtype, non-zero is in.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`, float32, detached. NaN exactly where the token is unscored; `+inf` where
+        `sampling` is -inf (the engine says it sampled the impossible); `-inf` where only `old` is -inf or NaN.
+
+    Sign: positive when the trainer finds the token likelier than the engine did.
+    Masked positions: 0, whatever they hold.
+    Source: rho = exp(d) is the mismatch ratio of https://huggingface.co/papers/2510.18855, eq. 3.
+    """
+    check_shapes(old=old, sampling=sampling, mask=mask)
+    old, sampling = old.detach().float(), sampling.detach().float()
+    # d = log pi_old - log mu
+    d = old - sampling
+    d = torch.where(torch.isnan(d) & ~torch.isnan(sampling), -math.inf, d)
+    d = torch.where(sampling == -math.inf, math.inf, d)
+    return torch.where(mask.bool(), d, 0.0)
+
+
+def scored_tokens(d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Tokens in the mask that carry a sampling log-prob (finite or not).
+
+    Args: `d` is what [`mismatch_log_ratio`] returned; `mask` as there.
+    Masked positions: `False`.
+    """
+    return mask.bool() & ~torch.isnan(d)
+
+
+def level_log_ratio(d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], level: str) -> Float[Tensor, "B #T"]:
+    """Log of the ratio at a level: `d_t` (token), `sum_t d_t` (sequence) or `mean_t d_t` (geometric).
+
+    `sequence` is the product of token ratios, the exact importance weight of a completion; its spread grows with the
+    length. `geometric` divides by the number of scored tokens, so that completions of all lengths are comparable.
+
+    Args: `d` is what [`mismatch_log_ratio`] returned; `mask` as there.
+
+    Returns:
+        `torch.Tensor`, float32: `(B, T)` for `token`, `(B, 1)` otherwise. Unscored tokens count as `d = 0`. Not finite
+        where a token in reach is not.
+
+    Sign: positive when the trainer finds the token (completion) likelier.
+    Masked positions: 0; a row without tokens has log-ratio 0.
+    Source: sequence product and geometric mean as in https://huggingface.co/papers/2507.18071, eq. 5-7.
+    """
+    scored = scored_tokens(d, mask)
+    d = torch.where(scored, d, 0.0)
+    if level == "token":
+        return d
+    # The sum runs over the zero-filled row, in the order of TRL's own sum, so that both agree bit for bit.
+    total = d.sum(dim=-1, keepdim=True)
+    if level == "sequence":
+        return total
+    if level == "geometric":
+        return total / scored.sum(dim=-1, keepdim=True).clamp(min=1)
+    raise ValueError(f"Unknown level {level!r}. Expected one of {', '.join(LEVELS)}.")

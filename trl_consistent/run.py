@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an unmodified TRL script with our trainer and config in place of `trl.GRPOTrainer` and `trl.GRPOConfig`.
+
+    trl-consistent run path/to/script.py <its arguments>
+    accelerate launch -m trl_consistent.run path/to/script.py <its arguments>
+
+Our options appear among the script's own flags. Nothing stays patched afterwards.
+"""
+
+import contextlib
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+
+from .rollout.environment import prepare
+
+
+USAGE = "usage: trl-consistent run SCRIPT.py [ARGUMENTS OF THE SCRIPT ...]"
+
+
+@contextlib.contextmanager
+def swapped() -> Iterator[None]:
+    """While the block runs, `GRPOTrainer` and `GRPOConfig` imported from TRL are ours."""
+    from . import _compat
+    from .config import ConsistentGRPOConfig
+    from .trainer import ConsistentGRPOTrainer
+
+    with contextlib.ExitStack() as stack:
+        for name in _compat.GRPO_MODULES:
+            module = importlib.import_module(name)
+            ours = {"GRPOTrainer": ConsistentGRPOTrainer, "GRPOConfig": ConsistentGRPOConfig}
+            present = {key: value for key, value in ours.items() if hasattr(module, key)}
+            stack.enter_context(_compat.substituted(module, **present))
+        yield
+
+
+def run(script: str, arguments: list[str]) -> None:
+    """Runs `script` as `__main__` with `arguments`, our classes in place of TRL's.
+
+    Raises:
+        `FileNotFoundError`: the script is not there.
+    """
+    if not os.path.isfile(script):
+        raise FileNotFoundError(f"No script at {script!r}. {USAGE}")
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    try:
+        with swapped():
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `python -m trl_consistent.run`; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{USAGE}\n\n{__doc__}")
+        return 0 if argv else 2
+    prepare()
+    try:
+        run(argv[0], argv[1:])
+    except FileNotFoundError as error:
+        if error.filename is not None:  # the script's own
+            raise
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ConsistentGRPOTrainer`: TRL's trainer, with what it returned edited. The math is in `corrections.py` and
+`metrics.py`, the engine in `rollout/vllm.py`."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from . import _compat
+from .config import ConsistentGRPOConfig, correction_of
+from .corrections import Correction, correct
+from .metrics import Stat, correction_metrics, finalize, merge, mismatch_metrics
+from .ratios import mismatch_log_ratio
+from .rollout.vllm import INSTALL, check_lengths, check_server, consistent_generation
+
+
+logger = logging.getLogger(__name__)
+
+
+def _option(args: GRPOConfig | None, name: str) -> Any:
+    """One of our fields; its default where `args` is a plain `GRPOConfig`."""
+    return getattr(args, name, ConsistentGRPOConfig.__dataclass_fields__[name].default)
+
+
+class ConsistentGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] that measures and corrects training-inference mismatch.
+
+    Everything is inherited; with our options unset, loss, gradients and weights are those of `GRPOTrainer`, bit for bit.
+    Added are the metrics of [`METRICS`] on every step with sampling log-probs, the corrections of [`PRESETS`], and a
+    rollout engine whose weight syncs are checked.
+
+    Example:
+
+    ```python
+    >>> from trl_consistent import ConsistentGRPOConfig as GRPOConfig, ConsistentGRPOTrainer as GRPOTrainer
+    ```
+
+    Args:
+        model, reward_funcs, args, ...:
+            As of `GRPOTrainer`, in the same order. `args` may be a plain `GRPOConfig`.
+    """
+
+    _tag_names = [*GRPOTrainer._tag_names, "trl-consistent"]
+
+    # Class-level, because TRL's tests build trainers without `__init__`.
+    _correction: Correction | None = None
+    _replaces_ratio = False
+    _training_logps: Tensor | None = None
+    _micro_batches: list[dict[str, Stat]]
+    _window: dict[str, dict[str, Stat]]
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *others: Any, **kwargs: Any
+    ):
+        if args is not None and args.use_vllm and not _compat.vllm_is_available():
+            raise ImportError(f"`use_vllm=True`, but vLLM is not installed: {INSTALL}.")
+        with consistent_generation(_option(args, "rollout_engine_kwargs") or {}, _option(args, "rollout_verify_sync")):
+            super().__init__(model, reward_funcs, args, *others, **kwargs)
+        self._micro_batches, self._window = [], {}
+        self._correction = correction_of(self.args)
+        preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
+        known_to_trl = mode in _compat.TRL_MODES
+        self._replaces_ratio = self._correction is not None and (preset not in (None, "none") or not known_to_trl)
+        if self._replaces_ratio and self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
+            check_server(self.vllm_generation.vllm_client.get_server_info(), preset or mode)
+        if not known_to_trl:  # TRL computes (and logs as sampling/*) the raw token ratio, we replace it
+            self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
+            self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
+
+    def _generate(self, prompts: list) -> tuple:
+        output = super()._generate(prompts)
+        logprobs = output[_compat.GENERATE_LOGPROBS]
+        if logprobs is not None:
+            for row, (ids, values) in enumerate(zip(output[_compat.GENERATE_COMPLETION_IDS], logprobs, strict=True)):
+                check_lengths(row, ids, values)
+        return output
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        sampling, old = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
+        if sampling is None or old is None:
+            return output  # nothing to compare, or compared in the training forward, see `_compute_loss`
+        mask = self._loss_mask(output)
+        stats = mismatch_metrics(old, sampling, mask)
+        correction = self._correction
+        if correction is None or "importance_sampling_ratio" not in output:
+            self._record(stats)
+            return output
+        result = correct(mismatch_log_ratio(old, sampling, mask), mask, correction)
+        stats |= correction_metrics(mask, result, correction.action)
+        stats = self._record(stats)
+        if self._replaces_ratio:
+            output["importance_sampling_ratio"] = result.weights
+            if correction.rejects:
+                # TRL's loss mask is completion_mask * tool_mask; only the former also is an attention mask.
+                output["tool_mask"] = result.keep_mask.to(output["completion_mask"].dtype)
+                kept = stats["kept"].value[0]
+                output["num_items_in_batch"] = kept.to(output["num_items_in_batch"].dtype)
+        return output
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._training_logps = output[0].detach()
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        loss = super()._compute_loss(model, inputs)
+        sampling, logps = inputs.get("sampling_per_token_logps"), self._training_logps
+        self._training_logps = None
+        if sampling is not None and inputs.get("old_per_token_logps") is None and logps is not None:
+            # TRL leaves the old log-probs out exactly when they equal those of this forward.
+            self._micro_batches.append(mismatch_metrics(logps, sampling, self._loss_mask(inputs)))
+            if self.accelerator.sync_gradients or not self.model.training:
+                self._record(merge(self._micro_batches))
+                self._micro_batches = []
+        return loss
+
+    @staticmethod
+    def _loss_mask(batch: dict[str, Any]) -> Tensor:
+        mask = batch["completion_mask"]
+        return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+    def _record(self, stats: dict[str, Stat]) -> dict[str, Stat]:
+        """Merges statistics over the ranks, in one collective, and adds them to the logging window."""
+        if self.accelerator.num_processes > 1:
+            sizes = [stat.value.numel() for stat in stats.values()]
+            flat = torch.cat([stat.value for stat in stats.values()])
+            ranks = self.accelerator.gather(flat.unsqueeze(0)).split(sizes, dim=1)
+            stats = merge(
+                {
+                    key: Stat(values[rank], stat.reduction)
+                    for (key, stat), values in zip(stats.items(), ranks, strict=True)
+                }
+                for rank in range(self.accelerator.num_processes)
+            )
+        mode = "train" if self.model.training else "eval"
+        before = self._window.get(mode)
+        self._window[mode] = stats if before is None else merge([before, stats])
+        return stats
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        stats = self._window.pop(mode, None)
+        if stats is not None:
+            for key, value in finalize(stats).items():
+                self._metrics[mode][key].append(value)
+            if "all_rejected" in stats and (batches := int(stats["all_rejected"].value)):
+                logger.warning(
+                    f"The correction rejected every token of {batches} rollout batch(es) of a rank since the last log: "
+                    "they contributed nothing to the update. See `correction/rejected_fraction/*`; widen the bounds "
+                    "or find the cause of the mismatch."
+                )
+        super().log(logs, start_time)
