@@ -20,10 +20,6 @@ PASS_THROUGH_MODE = "token_mask"
 GRPO_MODULES = ("trl", "trl.trainer", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config")
 """Modules a script may import `GRPOTrainer` or `GRPOConfig` from."""
 
-GENERATE_COMPLETION_IDS, GENERATE_LOGPROBS = 1, 4
-"""Positions of the completion ids and of their log-probs in what `GRPOTrainer._generate` returns."""
-
-
 @contextlib.contextmanager
 def substituted(owner: Any, **names: Any) -> Iterator[None]:
     """Sets attributes of a module (or object) for the time of the block; only names that are there."""

@@ -2,7 +2,9 @@
 """`ConsistentGRPOTrainer`: TRL's trainer, with what it returned edited. The math is in `corrections.py` and
 `metrics.py`, the engine in `rollout/vllm.py`."""
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from .config import ConsistentGRPOConfig, correction_of
 from .corrections import Correction, correct
 from .metrics import Stat, correction_metrics, finalize, merge, mismatch_metrics
 from .ratios import mismatch_log_ratio
-from .rollout.vllm import INSTALL, check_lengths, check_server, consistent_generation
+from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
 
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,16 @@ logger = logging.getLogger(__name__)
 def _option(args: GRPOConfig | None, name: str) -> Any:
     """One of our fields; its default where `args` is a plain `GRPOConfig`."""
     return getattr(args, name, ConsistentGRPOConfig.__dataclass_fields__[name].default)
+
+
+def _checked(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(rollout_func)
+    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        output = rollout_func(*args, **kwargs)
+        check_completions(output["completion_ids"], output["logprobs"])
+        return output
+
+    return checked
 
 
 class ConsistentGRPOTrainer(GRPOTrainer):
@@ -61,6 +73,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         with consistent_generation(_option(args, "rollout_engine_kwargs") or {}, _option(args, "rollout_verify_sync")):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         self._micro_batches, self._window = [], {}
+        if self.rollout_func is not None:
+            self.rollout_func = _checked(self.rollout_func)
         self._correction = correction_of(self.args)
         preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
         known_to_trl = mode in _compat.TRL_MODES
@@ -71,13 +85,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
 
-    def _generate(self, prompts: list) -> tuple:
-        output = super()._generate(prompts)
-        logprobs = output[_compat.GENERATE_LOGPROBS]
-        if logprobs is not None:
-            for row, (ids, values) in enumerate(zip(output[_compat.GENERATE_COMPLETION_IDS], logprobs, strict=True)):
-                check_lengths(row, ids, values)
-        return output
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
+        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        check_completions(completion_ids, logprobs)
+        return completion_ids, logprobs
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)

