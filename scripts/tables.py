@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the tables of the README that are generated: `python scripts/tables.py`. A test compares them."""
+
+from trl_consistent import METRICS, PRESETS
+
+
+def _bound(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+def healthy(bounds: tuple[float | None, float | None]) -> str:
+    low, high = map(_bound, bounds)
+    if low and high:
+        return f"{low} … {high}"
+    return f"≥ {low}" if low else f"≤ {high}" if high else ""
+
+
+def metric_table() -> str:
+    rows = ["| metric | unit | meaning | reduction | healthy |", "|---|---|---|---|---|"]
+    for metric in METRICS.values():
+        rows.append(
+            f"| `{metric.key}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} | {metric.reduction} "
+            f"| {healthy(metric.healthy)} |"
+        )
+    return "\n".join(rows)
+
+
+def preset_table() -> str:
+    rows = ["| `correction` | ratio | action | bounds | rejects | source |", "|---|---|---|---|---|---|"]
+    for name, c in PRESETS.items():
+        bounds = "–" if c.action == "none" else f"{_bound(c.lower) or '0'} … {_bound(c.upper) or '∞'}"
+        rejects = ", ".join(f"{r.level} outside {_bound(r.lower)} … {_bound(r.upper)}" for r in c.rejections) or "–"
+        level, action = ("–", "–") if c.action == "none" else (c.level, c.action)
+        rows.append(f"| `{name}` | {level} | {action} | {bounds} | {rejects} | {c.source} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(metric_table(), preset_table(), sep="\n\n")

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every upstream name, signature and batch key we rely on. When one fails after an upgrade, `_compat.py` has the place."""
+
+import ast
+import inspect
+import textwrap
+
+import trl
+import trl.generation.vllm_generation as vllm_generation
+import trl.trainer.grpo_trainer as grpo_trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_consistent import _compat
+
+from .tiny import dataset
+from .training import build, noise, synthetic_engine
+
+
+def source(function) -> str:
+    return textwrap.dedent(inspect.getsource(function))
+
+
+def test_trl_is_in_range():
+    assert trl.__version__.startswith("1.16.")
+
+
+def test_constructor_order():
+    names = list(inspect.signature(GRPOTrainer.__init__).parameters)
+    assert names[:4] == ["self", "model", "reward_funcs", "args"]
+    assert "rollout_func" in names
+
+
+def test_methods_we_override_have_the_signatures_we_know():
+    def parameters(method):
+        return list(inspect.signature(method).parameters)
+
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
+    assert parameters(GRPOTrainer._compute_loss) == ["self", "model", "inputs"]
+    assert parameters(GRPOTrainer.log) == ["self", "logs", "start_time"]
+    assert "return completion_ids, logprobs" in source(GRPOTrainer._generate_single_turn)
+    assert "return logps, entropies, aux_loss" in source(GRPOTrainer._get_per_token_logps_and_entropies)
+
+
+def test_the_backend_and_the_engine_are_built_from_module_level_names():
+    assert grpo_trainer.VLLMGeneration is vllm_generation.VLLMGeneration
+    assert "self.vllm_generation = VLLMGeneration(" in source(GRPOTrainer.__init__)
+    assert "self.llm = LLM(" in source(vllm_generation.VLLMGeneration._init_vllm)
+    assert 'logprobs_mode="processed_logprobs"' in source(vllm_generation.VLLMGeneration._init_vllm)
+
+
+def test_backend_attributes_and_results():
+    init = source(vllm_generation.VLLMGeneration.__init__)
+    for name in ("model", "accelerator", "processing_class", "mode", "enable_sleep_mode"):
+        assert f"self.{name} = {name}" in init
+    generate = source(vllm_generation.VLLMGeneration.generate)
+    assert "return prompt_ids, completion_ids, logprobs, logprob_token_ids" in generate
+    assert "reset_prefix_cache()" in source(vllm_generation.VLLMGeneration.sync_weights)
+    assert "lp[0] for lp in seq" in source(GRPOTrainer._generate_single_turn)  # why sampled_token_first exists
+
+
+def test_trl_knows_these_modes_and_passes_an_open_mask_through():
+    body = source(GRPOTrainer._generate_and_score_completions)
+    for mode in _compat.TRL_MODES:
+        assert f'"{mode}"' in body
+    assert _compat.PASS_THROUGH_MODE == "token_mask" and "-math.inf" in body
+
+
+def test_trainer_attributes_trl_reads_at_every_step():
+    body = source(GRPOTrainer._generate_and_score_completions) + source(GRPOTrainer._compute_loss)
+    for name in ("mode", "clip_min", "clip_max", "correction"):
+        assert f"self.vllm_importance_sampling_{name}" in body
+    assert 'self._metrics[mode]["reward"].append' in body
+
+
+def test_loss_mask_is_completion_mask_times_tool_mask_and_only_the_former_is_attention():
+    body = source(GRPOTrainer._compute_loss)
+    assert 'completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]' in body
+    assert "attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)" in body
+    names = [n.slice.value for n in ast.walk(ast.parse(body)) if isinstance(n, ast.Subscript)
+             and isinstance(n.value, ast.Name) and n.value.id == "inputs" and isinstance(n.slice, ast.Constant)]  # fmt: skip
+    assert names.count("tool_mask") == 1
+    assert 'inputs["importance_sampling_ratio"]' in body and 'inputs["num_items_in_batch"]' in body
+
+
+def test_batch_keys(tiny_model, tmp_path):
+    with synthetic_engine(noise(0.1)):
+        trainer = build(GRPOTrainer, tiny_model, tmp_path)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([dict(row) for row in dataset().select([0] * 8)])
+    assert set(batch) == {
+        "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch",
+        "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps",
+    }  # fmt: skip
+    shape = batch["completion_ids"].shape
+    for key in ("completion_mask", "old_per_token_logps", "sampling_per_token_logps"):
+        assert batch[key].shape == shape
+    assert batch["num_items_in_batch"].shape == () and batch["num_items_in_batch"] == batch["completion_mask"].sum()
+
+
+def test_old_log_probs_are_left_out_only_when_the_training_forward_has_them(tiny_model, tmp_path):
+    off = {"vllm_importance_sampling_correction": False}
+    for options, expected in (({}, False), ({"num_iterations": 2}, True), ({"steps_per_generation": 4}, True)):
+        with synthetic_engine():
+            trainer = build(GRPOTrainer, tiny_model, tmp_path, **off, **options)
+        trainer.model.train()
+        rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        batch = trainer._generate_and_score_completions([dict(row) for row in dataset().select([0] * rows)])
+        assert ("old_per_token_logps" in batch) == expected, options
+
+
+def test_logging_averages_what_is_appended_and_clears_it(tiny_model, tmp_path):
+    with synthetic_engine():
+        trainer = build(GRPOTrainer, tiny_model, tmp_path)
+    trainer.model.train()
+    trainer._metrics["train"]["x"] = [1.0, 3.0]
+    trainer.log(logs := {})
+    assert logs["x"] == 2.0 and not trainer._metrics["train"]
+
+
+def test_config_fields_a_preset_writes():
+    for name in ("correction", "mode", "clip_min", "clip_max", "cap"):
+        assert f"vllm_importance_sampling_{name}" in GRPOConfig.__dataclass_fields__
+    assert "generation_kwargs" in GRPOConfig._VALID_DICT_FIELDS
+
+
+def test_modules_a_script_may_import_from():
+    import importlib
+
+    for name in _compat.GRPO_MODULES:
+        module = importlib.import_module(name)
+        assert hasattr(module, "GRPOTrainer") or hasattr(module, "GRPOConfig")
+
+
+def test_command_line_helpers():
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+    from trl.cli.commands.training import TrainingCommand, _subtract_subsequence
+    from trl.scripts.grpo import make_parser
+
+    assert _subtract_subsequence(["--a", "1", "--b", "2"], ["--b", "2"]) == ["--a", "1"]
+    assert resolve_accelerate_config_argument(["--x"]) == ["--x"]
+    assert "prog" in inspect.signature(make_parser).parameters
+    assert "separate_remaining_strings=True" in source(TrainingCommand.run)
+
+
+def test_vllm_names():
+    import vllm._custom_ops as ops
+    import vllm.model_executor.models.registry as registry
+    from vllm.platforms import current_platform
+
+    assert isinstance(ops._supports_onednn, bool)
+    assert callable(registry._run_in_subprocess)
+    assert current_platform.is_cpu()
+    assert _compat.vllm_is_available()
+
+
+def test_patches_undo_themselves_even_after_an_error():
+    before = vllm_generation.LLM, grpo_trainer.VLLMGeneration
+    try:
+        with _compat.engine_class_replaced(lambda engine: None), _compat.generation_class_replaced(object):
+            assert vllm_generation.LLM is None and grpo_trainer.VLLMGeneration is object
+            raise KeyError
+    except KeyError:
+        pass
+    assert (vllm_generation.LLM, grpo_trainer.VLLMGeneration) == before
