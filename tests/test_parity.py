@@ -120,14 +120,14 @@ def test_a_plain_config_works(tiny_model, tmp_path):
 
 
 def test_no_config_and_positional_arguments_work(tiny_model, tmp_path, monkeypatch):
-    from .tiny import dataset, length_reward
+    from .tiny import dataset, letters_reward
 
     monkeypatch.chdir(tmp_path)  # TRL's default output directory is relative
     # Without a config, TRL trains in bf16 and looks for a GPU that can.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    trainer = ConsistentGRPOTrainer(tiny_model, length_reward, None, dataset())
+    trainer = ConsistentGRPOTrainer(tiny_model, letters_reward, None, dataset())
     assert isinstance(trainer.args, GRPOConfig) and trainer.train_dataset is not None
     with synthetic_engine():
         keyword = build(ConsistentGRPOTrainer, tiny_model, tmp_path)
-        positional = ConsistentGRPOTrainer(tiny_model, length_reward, keyword.args, dataset())
+        positional = ConsistentGRPOTrainer(tiny_model, letters_reward, keyword.args, dataset())
     assert positional.args is keyword.args

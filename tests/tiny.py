@@ -60,8 +60,9 @@ def dataset() -> Dataset:
     return Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS] * 8)
 
 
-def length_reward(completions, **kwargs) -> list[float]:
-    return [float(len(completion.split()) % 5) for completion in completions]
+def letters_reward(completions, **kwargs) -> list[float]:
+    """Anything that differs between completions."""
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
 
 class SyntheticGeneration:

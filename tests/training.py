@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer, _compat
 from trl_consistent import trainer as trainer_module
 
-from .tiny import SyntheticGeneration, dataset, length_reward
+from .tiny import SyntheticGeneration, dataset, letters_reward
 
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -69,7 +69,7 @@ def build(cls, model, tmp_path, lora=False, callbacks=(), rollout_func=None, **o
     args = options.pop("args", None) or config(**{**defaults, **options})
     return cls(
         model=model,
-        reward_funcs=length_reward,
+        reward_funcs=letters_reward,
         args=args,
         train_dataset=dataset(),
         callbacks=list(callbacks),

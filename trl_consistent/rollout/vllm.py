@@ -81,8 +81,9 @@ class SyncCheck:
             )
         if not gap < limit:
             cause = (
-                "Its weights are garbage: tensors that the engine repacks at load were overwritten with plain data"
-                if not engine_moved < 3 * trainer_moved + self.FACTOR * self.first
+                "The engine is further off than without any sync: its weights are garbage, as when tensors that it "
+                "repacks at load (quantised, MoE experts, oneDNN) were overwritten with plain data"
+                if not gap <= trainer_moved + limit
                 else "Part of its weights are stale: typical are a tied lm_head, adapters that were not merged, and "
                 "modules_to_save"
             )

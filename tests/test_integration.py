@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM on the CPU, in this process, on models of a few thousand parameters."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_consistent import ConsistentGRPOTrainer, _compat
+from trl_consistent.rollout.vllm import ConsistentVLLMGeneration, WeightSyncError
+
+from .training import Keep, build
+
+
+pytestmark = pytest.mark.vllm
+
+ENGINE = {
+    "vllm_gpu_memory_utilization": 0.1,
+    "vllm_max_model_length": 64,
+    "rollout_engine_kwargs": {"dtype": "float32"},
+    "learning_rate": 1e-2,
+}
+
+
+@pytest.fixture(autouse=True)
+def free_the_engine():
+    yield
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def run(model, tmp_path, **options):
+    keep = Keep()
+    keep.trainer = build(
+        ConsistentGRPOTrainer, model, tmp_path, callbacks=[keep], **{**ENGINE, "max_steps": 2, **options}
+    )
+    keep.trainer.train()
+    # the weights of the last step have not been synced yet
+    keep.trainer.vllm_generation.sync_weights()
+    trainer, engine = keep.trainer.vllm_generation.probe()
+    keep.gap = (trainer - engine).abs().mean().item()
+    return keep
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("fixture", ["tiny_model", "tied_model", "moe_model"])
+def test_float32_rollouts_agree_to_the_last_digits_after_syncs(fixture, lora, tmp_path, request):
+    keep = run(request.getfixturevalue(fixture), tmp_path, correction="tis", lora=lora)
+    moved = max((keep.weights[0][n] - keep.weights[1][n]).abs().max().item() for n in keep.weights[0])
+    assert moved > 1e-3, "the syncs must have had something to carry"
+    assert keep.gap < 2e-5
+    for log in keep.logs[:2]:
+        assert log["mismatch/abs_diff/max"] < 2e-3 and log["mismatch/abs_diff/mean"] < 1e-4
+        assert log["correction/weight/mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_bfloat16_rollouts_show_the_mismatch_and_are_corrected(tiny_model, tmp_path):
+    keep = run(tiny_model, tmp_path, correction="icepop", rollout_engine_kwargs={"dtype": "bfloat16"})
+    for log in keep.logs[:2]:
+        assert 1e-3 < log["mismatch/abs_diff/mean"] < 0.3
+        assert log["mismatch/ratio/min"] < 1 < log["mismatch/ratio/max"]
+        assert torch.isfinite(torch.tensor(log["loss"]))
+
+
+def test_trl_s_own_correction_is_measured_too(tiny_model, tmp_path):
+    keep = run(tiny_model, tmp_path, rollout_engine_kwargs={"dtype": "bfloat16"}, temperature=0.7)
+    log = keep.logs[0]
+    assert log["mismatch/sequence_ratio/max"] != 1 and "correction/masked_fraction/high" in log
+    assert log["mismatch/abs_diff/mean"] == pytest.approx(log["sampling/sampling_logp_difference/mean"], rel=1e-4)
+
+
+def test_more_log_probs_than_asked_for_are_repaired(tiny_model, tmp_path):
+    # TRL would take the most likely token's log-prob for the sampled one's
+    keep = run(tiny_model, tmp_path, correction="tis", generation_kwargs={"logprobs": 5}, max_steps=1)
+    assert keep.logs[0]["mismatch/abs_diff/max"] < 2e-3
+
+
+def test_a_sync_that_does_not_arrive_is_stale(tiny_model, tmp_path, monkeypatch):
+    arrived = []
+    sync = VLLMGeneration.sync_weights
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: arrived.append(1) or (len(arrived) < 2 and sync(self)))
+    with pytest.raises(WeightSyncError, match="stale"):
+        run(tiny_model, tmp_path, correction="tis")
+
+
+def test_a_stale_bfloat16_engine_is_noticed_too(tiny_model, tmp_path, monkeypatch):
+    arrived = []
+    sync = VLLMGeneration.sync_weights
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: arrived.append(1) or (len(arrived) < 2 and sync(self)))
+    with pytest.raises(WeightSyncError, match="stale"):
+        run(tiny_model, tmp_path, correction="tis", rollout_engine_kwargs={"dtype": "bfloat16"}, max_steps=4)
+
+
+@pytest.mark.parametrize("when", [1, 2], ids=["first", "later"])
+def test_a_sync_that_writes_garbage_raises(tiny_model, tmp_path, monkeypatch, when):
+    syncs = []
+    sync = VLLMGeneration.sync_weights
+
+    def garbage(self):
+        sync(self)
+        syncs.append(1)
+        if len(syncs) == when:
+            weight = _compat.engine_model(self.llm).model.layers[0].mlp.down_proj.weight
+            weight.data = torch.randn_like(weight) * 3
+
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", garbage)
+    with pytest.raises(WeightSyncError, match="garbage|After the first weight sync"):
+        run(tiny_model, tmp_path, correction="tis")
+
+
+def test_experts_left_unpacked_are_noticed(moe_model, tmp_path, monkeypatch):
+    # what TRL's sync does to a CPU engine's experts: plain data in packed storage, no error
+    monkeypatch.setattr(_compat, "repack_cpu_experts", lambda llm: 0)
+    with pytest.raises(WeightSyncError):
+        run(moe_model, tmp_path, correction="tis")
+
+
+def test_the_packed_tied_head_is_noticed(tied_model, tmp_path, monkeypatch):
+    # with oneDNN packing left on, plain load_weights fails loudly or leaves the head stale
+    monkeypatch.setattr(_compat, "plain_cpu_weights", contextlib.nullcontext)
+    with pytest.raises((WeightSyncError, AttributeError, AssertionError)):
+        run(tied_model, tmp_path, correction="tis")
+
+
+def test_verification_can_be_turned_off(tiny_model, tmp_path, monkeypatch):
+    probes = []
+    original = ConsistentVLLMGeneration.probe
+    monkeypatch.setattr(ConsistentVLLMGeneration, "probe", lambda self: probes.append(1) or original(self))
+    for setting, expected in (("off", 0), ("first", 1)):
+        probes.clear()
+        keep = Keep()
+        trainer = build(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[keep], **ENGINE, max_steps=2, rollout_verify_sync=setting
+        )
+        trainer.train()
+        assert len(probes) == expected, setting
+
+
+def test_the_engine_keeps_training_threads(tiny_model, tmp_path, caplog):
+    threads = torch.get_num_threads()
+    with caplog.at_level(logging.WARNING):
+        run(tiny_model, tmp_path, correction="tis", max_steps=1)
+    assert torch.get_num_threads() == threads and "vLLM took torch" not in caplog.text

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real `accelerate launch`: TRL's own script with our classes, and two ranks with a vLLM each."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.launch]
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "examples" / "accelerate_configs"
+
+
+def launch(config, *arguments):
+    # a launched process finds its own threads
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU")}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / config]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=800, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def write_dataset(directory) -> str:
+    directory.mkdir()
+    rows = [{"prompt": prompt, "solution": "one"} for prompt in ("one two", "three", "four five", "six")] * 4
+    (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(directory)
+
+
+def test_trl_s_script_trains_under_accelerate_with_our_correction(tiny_model, tmp_path):
+    output = tmp_path / "out"
+    launch(
+        "cpu.yaml", "-m", "trl_consistent.run", str(files("trl.scripts") / "grpo.py"),
+        "--model_name_or_path", tiny_model, "--dataset_name", write_dataset(tmp_path / "data"), "--reward_funcs",
+        "tests.tiny.letters_reward", "--output_dir", str(output), "--correction", "icepop", "--use_vllm", "--max_steps", "2",
+        "--rollout_engine_kwargs", '{"dtype": "bfloat16"}', "--vllm_max_model_length", "64", "--logging_steps", "1",
+        "--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "6", "--bf16", "False",
+        "--report_to", "tensorboard", "--use_peft", "--vllm_gpu_memory_utilization", "0.1", "--save_steps", "2",
+        "--learning_rate", "1e-2",
+    )  # fmt: skip
+    state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
+    steps = [log for log in state["log_history"] if "loss" in log]
+    assert len(steps) == 2
+    for log in steps:
+        assert 0 < log["mismatch/abs_diff/mean"] < 0.5 and "correction/masked_fraction/high" in log
+    assert (output / "adapter_model.safetensors").exists()
+
+
+def test_two_ranks_reduce_sums_and_counts_in_one_collective(tiny_model, tmp_path):
+    launch("cpu_2.yaml", "-m", "trl_consistent.run", "tests/two_ranks.py", tiny_model, str(tmp_path))
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [rank["world"] for rank in ranks] == [2, 2]
+    assert ranks[0]["weights"] == ranks[1]["weights"], "both ranks hold the same model"
+    steps = [log for log in ranks[0]["logs"] if "loss" in log]
+    assert len(steps) == len(ranks[0]["seen"]) == 2
+    for log, first, second in zip(steps, *(rank["seen"] for rank in ranks), strict=True):
+        assert first["collectives"] == second["collectives"] == 1
+        assert first["merged"] == second["merged"]
+        a, b = first["local"], second["local"]
+        assert a["tokens"][0] > 1.5 * b["tokens"][0], "the ranks must hold different numbers of tokens"
+        tokens = a["scored"][0] + b["scored"][0]
+        assert log["mismatch/abs_diff/mean"] == pytest.approx((a["abs_diff"][0] + b["abs_diff"][0]) / tokens, rel=1e-5)
+        assert log["mismatch/abs_diff/max"] == pytest.approx(max(a["abs_diff_max"][0], b["abs_diff_max"][0]), rel=1e-5)
+        assert log["correction/weight/mean"] == pytest.approx((a["weight"][0] + b["weight"][0]) / tokens, rel=1e-5)
+        of_means = (first["local_metrics"]["mismatch/k3/mean"] + second["local_metrics"]["mismatch/k3/mean"]) / 2
+        assert log["mismatch/k3/mean"] != pytest.approx(of_means, rel=1e-3)
+
+
+def test_tensorboard_holds_the_metrics(tiny_model, tmp_path):
+    """Reads back the event files of a run: TRL's own logging carries our metrics."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from trl_consistent import METRICS
+
+    from .test_integration import ENGINE
+    from .training import ConsistentGRPOTrainer, Keep, build
+
+    keep = Keep()
+    trainer = build(
+        ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[keep], **ENGINE, max_steps=2, correction="tis",
+        report_to="tensorboard",
+    )  # fmt: skip
+    trainer.train()
+    events = [path.parent for path in tmp_path.rglob("events.out.tfevents.*")]
+    assert events
+    accumulator = EventAccumulator(str(events[0])).Reload()
+    tags = set(accumulator.Tags()["scalars"])
+    for key in METRICS:
+        assert f"train/{key}" in tags, key
+    values = [event.value for event in accumulator.Scalars("train/mismatch/k3/mean")]
+    logged = [log["mismatch/k3/mean"] for log in keep.logs if "loss" in log]
+    assert values == pytest.approx(logged, rel=1e-5) and all(map(math.isfinite, values))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launched on two ranks by test_launch.py: trains two steps with a real vLLM per rank and writes what each rank saw."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from trl import GRPOConfig, GRPOTrainer  # ours, swapped in by trl_consistent.run
+
+from trl_consistent import finalize
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.tiny import dataset, letters_reward  # noqa: E402
+
+
+model, output = sys.argv[1:3]
+assert GRPOTrainer.__name__ == "ConsistentGRPOTrainer"
+args = GRPOConfig(
+    output, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=8, learning_rate=1e-2,
+    logging_steps=1, use_vllm=True, vllm_max_model_length=64, vllm_gpu_memory_utilization=0.1, bf16=False,
+    report_to="tensorboard", save_strategy="no", correction="tis_two_sided",
+    rollout_engine_kwargs={"dtype": "bfloat16"}, activation_checkpointing=False,
+)  # fmt: skip
+
+
+class Recorder(GRPOTrainer):
+    """Keeps each rank's own statistics, and counts collectives, around the merge."""
+
+    def _record(self, stats):
+        self.seen.append({"local": {k: v.value.tolist() for k, v in stats.items()}, "local_metrics": finalize(stats)})
+        gather, calls = self.accelerator.gather, []
+        self.accelerator.gather = lambda x: calls.append(1) or gather(x)
+        merged = super()._record(stats)
+        self.accelerator.gather = gather
+        self.seen[-1] |= {"merged": {k: v.value.tolist() for k, v in merged.items()}, "collectives": len(calls)}
+        return merged
+
+
+trainer = Recorder(model=model, reward_funcs=letters_reward, args=args, train_dataset=dataset())
+trainer.seen = []
+rank = trainer.accelerator.process_index
+generate = trainer.vllm_generation.generate
+
+
+def uneven(*a, **k):
+    """Rank 1 gets completions of one to four tokens, so that a mean of means would be wrong."""
+    prompts, completions, logprobs, ids = generate(*a, **k)
+    if rank == 1:
+        cut = [1 + row % 4 for row in range(len(completions))]
+        completions = [c[:n] for c, n in zip(completions, cut, strict=True)]
+        logprobs = [c[:n] for c, n in zip(logprobs, cut, strict=True)]
+    return prompts, completions, logprobs, ids
+
+
+trainer.vllm_generation.generate = uneven
+trainer.train()
+report = {
+    "world": trainer.accelerator.num_processes,
+    "seen": trainer.seen,
+    "logs": trainer.state.log_history,
+    "weights": float(sum(p.detach().double().abs().sum() for p in trainer.model.parameters())),
+    "threads": torch.get_num_threads(),
+    "omp": os.environ["OMP_NUM_THREADS"],
+}
+Path(output, f"rank{rank}.json").write_text(json.dumps(report))
+trainer.save_state()
+trainer.accelerator.end_training()
