@@ -15,7 +15,7 @@ install_environment() {
     rm -rf "$venv"
     "$python" -m venv "$venv"
     # uv is ten times faster than pip and finds the CPU build of torch by itself; pip does the rest if there is no uv.
-    "$venv/bin/python" -m pip install --quiet uv || echo "No uv to be had, going on with pip." >&2
+    "$venv/bin/python" -m pip install -qq uv || echo "No uv to be had, going on with pip." >&2
     if [ -x "$venv/bin/uv" ]; then
         install=("$venv/bin/uv" pip install --python "$venv/bin/python" --quiet)
         if [ -n "${PIP_FIND_LINKS:-}" ]; then

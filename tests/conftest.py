@@ -11,7 +11,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-from trl_consistent.rollout.environment import prepare  # noqa: E402
+from trl_consistent.rollout.environment import prepare
 
 
 prepare()

@@ -101,7 +101,11 @@ def test_our_options_are_among_the_flags_of_trl_s_script(tmp_path):
 
     done = command("run", str(files("trl.scripts") / "grpo.py"), "--help")
     assert done.returncode == 0, done.stderr
-    assert "--correction" in done.stdout and "--rollout_engine_kwargs" in done.stdout and "--num_generations" in done.stdout
+    assert (
+        "--correction" in done.stdout
+        and "--rollout_engine_kwargs" in done.stdout
+        and "--num_generations" in done.stdout
+    )
 
 
 def test_grpo_has_our_options_too():

@@ -147,7 +147,9 @@ def test_vespo_with_a_sequence_mode_is_refused(tmp_path, kwargs):
 
 
 def test_temperature_behind_the_trainer_s_back(tmp_path, caplog):
-    with pytest.raises(ValueError, match="generation_kwargs.*'temperature': 0.1.*`temperature=1.0`.*Set `temperature=0.1`"):
+    with pytest.raises(
+        ValueError, match="generation_kwargs.*'temperature': 0.1.*`temperature=1.0`.*Set `temperature=0.1`"
+    ):
         config(tmp_path, use_vllm=True, correction="tis", generation_kwargs={"temperature": 0.1})
     with caplog.at_level(logging.WARNING):
         config(tmp_path, use_vllm=True, generation_kwargs={"temperature": 0.1})
@@ -182,7 +184,16 @@ def test_engine_arguments_that_trl_owns_are_refused(tmp_path):
 
 def test_options_reach_the_command_line(tmp_path):
     parser = TrlParser(ConsistentGRPOConfig)
-    arguments = ["--output_dir", str(tmp_path), "--use_vllm", "--correction", "geo_mis", "--use_cpu", "--bf16", "False"]
+    arguments = [
+        "--output_dir",
+        str(tmp_path),
+        "--use_vllm",
+        "--correction",
+        "geo_mis",
+        "--use_cpu",
+        "--bf16",
+        "False",
+    ]
     arguments += ["--rollout_engine_kwargs", '{"dtype": "float32", "enforce_eager": true}']
     (args,) = parser.parse_args_and_config(arguments)
     assert args.vllm_importance_sampling_mode == "geometric_mask"

@@ -81,7 +81,9 @@ def test_more_log_probs_than_asked_for_are_repaired(tiny_model, tmp_path):
 def test_a_sync_that_does_not_arrive_is_stale(tiny_model, tmp_path, monkeypatch):
     arrived = []
     sync = VLLMGeneration.sync_weights
-    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: arrived.append(1) or (len(arrived) < 2 and sync(self)))
+    monkeypatch.setattr(
+        VLLMGeneration, "sync_weights", lambda self: arrived.append(1) or (len(arrived) < 2 and sync(self))
+    )
     with pytest.raises(WeightSyncError, match="stale"):
         run(tiny_model, tmp_path, correction="tis")
 
@@ -89,7 +91,9 @@ def test_a_sync_that_does_not_arrive_is_stale(tiny_model, tmp_path, monkeypatch)
 def test_a_stale_bfloat16_engine_is_noticed_too(tiny_model, tmp_path, monkeypatch):
     arrived = []
     sync = VLLMGeneration.sync_weights
-    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: arrived.append(1) or (len(arrived) < 2 and sync(self)))
+    monkeypatch.setattr(
+        VLLMGeneration, "sync_weights", lambda self: arrived.append(1) or (len(arrived) < 2 and sync(self))
+    )
     with pytest.raises(WeightSyncError, match="stale"):
         run(tiny_model, tmp_path, correction="tis", rollout_engine_kwargs={"dtype": "bfloat16"}, max_steps=4)
 
@@ -133,7 +137,13 @@ def test_verification_can_be_turned_off(tiny_model, tmp_path, monkeypatch):
         probes.clear()
         keep = Keep()
         trainer = build(
-            ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[keep], **ENGINE, max_steps=2, rollout_verify_sync=setting
+            ConsistentGRPOTrainer,
+            tiny_model,
+            tmp_path,
+            callbacks=[keep],
+            **ENGINE,
+            max_steps=2,
+            rollout_verify_sync=setting,
         )
         trainer.train()
         assert len(probes) == expected, setting

@@ -22,7 +22,9 @@ def launch(config, *arguments):
     # a launched process finds its own threads
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU")}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / config]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=800, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=800, env=environment, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 

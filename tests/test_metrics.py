@@ -54,7 +54,9 @@ def test_hand_numbers():
     # products e^-.6, e^-.2, e^-1.8; geometric e^-.15, e^-.1, e^-.6
     sequence = [math.exp(-0.6), math.exp(-0.2), math.exp(-1.8)]
     assert m["mismatch/sequence_ratio/mean"] == pytest.approx(sum(sequence) / 3, abs=1e-6)
-    assert m["mismatch/ess/sequence"] == pytest.approx(sum(sequence) ** 2 / (3 * sum(x * x for x in sequence)), abs=1e-6)
+    assert m["mismatch/ess/sequence"] == pytest.approx(
+        sum(sequence) ** 2 / (3 * sum(x * x for x in sequence)), abs=1e-6
+    )
     assert m["mismatch/geometric_ratio/min"] == pytest.approx(math.exp(-0.6), abs=1e-6)
     assert m["mismatch/geometric_ratio/max"] == pytest.approx(math.exp(-0.1), abs=1e-6)
     # mean -log p: (3.6/4, 1.5/2, 4.9/3) and (3/4, 1.3/2, 3.1/3)
@@ -212,7 +214,9 @@ def test_rejected_fraction_and_weights_of_the_rest():
     assert rejected["correction/rejected_fraction/low"] == pytest.approx(3 / 9)
     assert rejected["correction/rejected_fraction/high"] == pytest.approx(2 / 9)
     assert rejected["correction/weight/mean"] == pytest.approx(math.exp(-0.6), abs=1e-6)
-    assert rejected["correction/weight/std"] == pytest.approx(0, abs=1e-6) and rejected["correction/ess"] == pytest.approx(1)
+    assert rejected["correction/weight/std"] == pytest.approx(0, abs=1e-6) and rejected[
+        "correction/ess"
+    ] == pytest.approx(1)
 
 
 def test_everything_rejected_is_reported_without_weights():
@@ -235,4 +239,6 @@ def test_catalogue_and_functions_agree():
     result = correct(mismatch_log_ratio(old, sampling, mask), mask, PRESETS["tis"])
     logged = finalize(mismatch_metrics(old, sampling, mask) | correction_metrics(mask, result, "truncate"))
     assert set(logged) == set(METRICS)
-    assert all(metric.key == key and metric.meaning and metric.unit and metric.reduction for key, metric in METRICS.items())
+    assert all(
+        metric.key == key and metric.meaning and metric.unit and metric.reduction for key, metric in METRICS.items()
+    )

@@ -102,7 +102,12 @@ def test_a_logging_window_is_one_set_of_tokens(tiny_model, tmp_path):
 def test_evaluation_logs_its_own_metrics(tiny_model, tmp_path):
     with synthetic_engine(noise(0.1)):
         trainer = build(
-            ConsistentGRPOTrainer, tiny_model, tmp_path, correction="tis", per_device_eval_batch_size=4, eval_strategy="no"
+            ConsistentGRPOTrainer,
+            tiny_model,
+            tmp_path,
+            correction="tis",
+            per_device_eval_batch_size=4,
+            eval_strategy="no",
         )
         metrics = {}
         trainer.log = lambda logs, *a, _log=trainer.log: (_log(logs, *a), metrics.update(logs))
@@ -156,7 +161,9 @@ def test_rejected_tokens_stay_visible_to_attention(tiny_model, tmp_path):
 def test_everything_rejected_is_loss_zero_gradient_zero_and_a_warning(tiny_model, tmp_path, loss_type, caplog):
     options = {"correction": "tis_geo_rs"}
     with caplog.at_level(logging.WARNING):
-        kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=constant(*[0.3] * 6), loss_type=loss_type, **options)
+        kept = train(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, plant=constant(*[0.3] * 6), loss_type=loss_type, **options
+        )
     assert "rejected every token" in caplog.text and "correction/rejected_fraction" in caplog.text
     for log in kept.logs[:3]:
         assert log["loss"] == 0 and log["grad_norm"] == 0
@@ -167,7 +174,9 @@ def test_everything_rejected_is_loss_zero_gradient_zero_and_a_warning(tiny_model
 # --- levels and losses TRL does not have -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["geometric_truncate", "geometric_mask", "token_reject", "sequence_reject", "geometric_reject"])
+@pytest.mark.parametrize(
+    "mode", ["geometric_truncate", "geometric_mask", "token_reject", "sequence_reject", "geometric_reject"]
+)
 def test_extended_modes_train(tiny_model, tmp_path, mode):
     kept = train(
         ConsistentGRPOTrainer,

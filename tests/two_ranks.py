@@ -13,7 +13,7 @@ from trl_consistent import finalize
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.tiny import dataset, letters_reward  # noqa: E402
+from tests.tiny import dataset, letters_reward
 
 
 model, output = sys.argv[1:3]

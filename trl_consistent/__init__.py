@@ -31,7 +31,7 @@ _HOME = {
     "mismatch_metrics": "metrics",
 }
 
-__all__ = list(_HOME)  # noqa: PLE0604
+__all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from .config import ConsistentGRPOConfig as ConsistentGRPOConfig

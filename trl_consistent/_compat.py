@@ -20,6 +20,7 @@ PASS_THROUGH_MODE = "token_mask"
 GRPO_MODULES = ("trl", "trl.trainer", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config")
 """Modules a script may import `GRPOTrainer` or `GRPOConfig` from."""
 
+
 @contextlib.contextmanager
 def substituted(owner: Any, **names: Any) -> Iterator[None]:
     """Sets attributes of a module (or object) for the time of the block; only names that are there."""

@@ -111,7 +111,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         },
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.correction is not None:
             one_of("correction", self.correction, tuple(PRESETS))
             self._apply_preset(PRESETS[self.correction])

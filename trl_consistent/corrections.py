@@ -45,7 +45,7 @@ class Rejection:
     upper: float | None = None
     """Largest ratio that is kept."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ValueError(f"Rejection level is {self.level!r}. Expected one of {', '.join(LEVELS)}.")
         check_bounds(f"Rejection at level {self.level}", self.lower, self.upper)
@@ -77,7 +77,7 @@ class Correction:
     source: str = field(default="", compare=False)
     """Where the numbers come from."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ValueError(f"Correction level is {self.level!r}. Expected one of {', '.join(LEVELS)}.")
         if self.action not in ACTIONS:

@@ -7,7 +7,7 @@ count, never a mean of means, and padding, tool tokens and empty rows enter neit
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -182,11 +182,11 @@ class Stat:
     reduction: Reduction
 
 
-_REDUCE = {
+_REDUCE: dict[Reduction, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
     "max": lambda stacked: stacked.amax(0),
     "min": lambda stacked: stacked.amin(0),
-    "logsumexp": lambda stacked: torch.logsumexp(stacked, 0),
+    "logsumexp": lambda stacked: stacked.logsumexp(0),
 }
 
 
@@ -323,9 +323,7 @@ def mismatch_metrics(
     return stats
 
 
-def correction_metrics(
-    mask: Shaped[Tensor, "B T"], result: CorrectionResult, action: str
-) -> dict[str, Stat]:
+def correction_metrics(mask: Shaped[Tensor, "B T"], result: CorrectionResult, action: str) -> dict[str, Stat]:
     """Statistics of what a correction did to the tokens of `mask`, the mask before rejections.
 
     Returns:

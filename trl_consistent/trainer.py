@@ -64,6 +64,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _training_logps: Tensor | None = None
     _micro_batches: list[dict[str, Stat]]
     _window: dict[str, dict[str, Stat]]
+    rollout_func: Callable[..., dict[str, Any]] | None
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *others: Any, **kwargs: Any
