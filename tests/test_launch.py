@@ -3,13 +3,14 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
+from .processes import fresh_environment
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.launch]
@@ -19,8 +20,7 @@ CONFIGS = ROOT / "examples" / "accelerate_configs"
 
 
 def launch(config, *arguments):
-    # a launched process finds its own threads
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU")}
+    environment = fresh_environment()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / config]
     done = subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=800, env=environment, cwd=ROOT

@@ -2,7 +2,6 @@
 """What a user runs: an unmodified script, the example, the demo."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from scripts import demo
 from trl_consistent import METRICS, run
 
+from .processes import fresh_environment
 from .training import synthetic_engine
 
 
@@ -129,9 +129,11 @@ def test_the_summary_says_what_was_unhealthy_and_what_the_correction_did(tmp_pat
 @pytest.mark.vllm
 @pytest.mark.launch
 @pytest.mark.parametrize("model", ["--tiny", ""], ids=["tiny", "smollm2"])
-def test_the_demo_trains_and_reports(tmp_path, model):
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU")}
-    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+def test_the_demo_trains_and_reports(tmp_path, model, monkeypatch):
+    environment = fresh_environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
+    if model:  # a model trained for less long is enough here
+        monkeypatch.setattr(demo, "CACHE", tmp_path / "cache" / "trl-consistent")
+        demo.cached("tiny-addition", lambda directory: demo.build_tiny(directory, steps=20))
     command = [ROOT / "scripts" / "demo", "--steps", "1", "--output", "out", "--correction", "icepop"]
     done = subprocess.run(
         [*command, *model.split()], capture_output=True, text=True, timeout=800, env=environment, cwd=tmp_path
