@@ -169,9 +169,12 @@ def test_an_infinite_log_ratio_is_never_trusted(preset, value):
     assert out[0].all() == bool(whole)
 
 
-def test_both_infinities_in_one_completion_are_not_trusted():
-    d = torch.tensor([[INF, -INF, 0.0]])
-    assert (correct(d, torch.ones(1, 3), PRESETS["seq_tis"]).weights == 0).all()
+@pytest.mark.parametrize("action", ["truncate", "mask", "reject"])
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_both_infinities_in_one_completion_are_not_trusted(level, action):
+    # inf - inf: the completion's log-ratio is NaN
+    result = correct(torch.tensor([[INF, -INF, 0.0]]), torch.ones(1, 3), Correction(level, action, 0.5, 2.0))
+    assert (result.weights == 0).all() if action != "reject" else not result.keep_mask.any()
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e4, -1e4])

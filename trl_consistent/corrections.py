@@ -180,7 +180,6 @@ def correct(
     check_shapes(mismatch_log_ratio=mismatch_log_ratio, mask=mask)
     inside = mask.bool()
     d = torch.where(inside, mismatch_log_ratio.detach().float(), 0.0)
-    keep_mask = inside
     none = torch.zeros_like(inside)
 
     if correction.action == "none":
@@ -194,16 +193,14 @@ def correct(
             weights = ratio.masked_fill(low | high, 0.0)
         if correction.upper is None:
             weights = weights.clamp(max=torch.finfo(weights.dtype).max)  # inf times a zero advantage would be NaN
-        low, high, weights = low & inside, high & inside, weights.expand_as(d)
-        if correction.action == "reject":
-            keep_mask = inside & ~low & ~high
+        low, high = low & inside, high & inside
 
     rejected_low, rejected_high = (low, high) if correction.action == "reject" else (none, none)
     for rule in correction.rejections:
         _, rule_low, rule_high = _outside(d, inside, rule.level, rule.lower, rule.upper)
         rejected_low = rejected_low | (rule_low & inside)
         rejected_high = rejected_high | (rule_high & inside)
-    keep_mask = keep_mask & ~rejected_low & ~rejected_high
+    keep_mask = inside & ~rejected_low & ~rejected_high
 
     weights = torch.where(keep_mask, weights, 1.0)
     return CorrectionResult(weights, keep_mask, low, high, rejected_low, rejected_high)
