@@ -1,6 +1,6 @@
 # /// script
 # dependencies = [
-#     "trl-consistent[vllm]",
+#     "trl-consistent[peft,vllm]",
 #     "tensorboard",
 # ]
 # ///

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program behind scripts/demo: gets a model, launches examples/grpo_lora.py through accelerate, and sums it up."""
 
+from __future__ import annotations
+
 import argparse
 import ast
 import hashlib
@@ -138,6 +140,7 @@ def on_gpu() -> bool:
 def command(arguments: argparse.Namespace) -> list[str]:
     """The training run as one would type it."""
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    configs = ROOT / "examples" / "accelerate_configs"
     engine: dict[str, object] = {} if on_gpu() else {"dtype": "bfloat16" if arguments.tiny else "float32"}
     options = {
         "output_dir": arguments.output,
@@ -182,9 +185,9 @@ def command(arguments: argparse.Namespace) -> list[str]:
         }
         extra = []
     if on_gpu():
-        launch += ["--num_processes", "1"]
+        launch += ["--config_file", str(configs / "gpu.yaml")]
     else:
-        launch += ["--config_file", str(ROOT / "examples" / "accelerate_configs" / "cpu.yaml")]
+        launch += ["--config_file", str(configs / "cpu.yaml")]
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     return [*launch, str(ROOT / "examples" / "grpo_lora.py"), *flags, *extra]
 
@@ -208,7 +211,7 @@ def environment(output: Path) -> dict[str, str]:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Runs the training; a line a step on the terminal, everything in OUTPUT/train.log."""
+    """Runs the training: a line a step and TRL's bar on the terminal, the whole of each step's log in OUTPUT/train.log."""
     line = command(arguments)
     print(f"accelerate launch {shlex.join(line[3:])}\n", flush=True)
     with (
@@ -239,6 +242,21 @@ def train(arguments: argparse.Namespace) -> int:
         return process.wait()
 
 
+def outside(value: float, bounds: tuple[float | None, float | None]) -> float:
+    """How far a value is outside its bounds; 0 inside."""
+    low, high = bounds
+    return max(0.0 if low is None else low - value, 0.0 if high is None else value - high, 0.0)
+
+
+def distance(value: float, bounds: tuple[float | None, float | None]) -> tuple[float, float]:
+    """What makes a step worse than another: first how far it is outside, then how near to a bound."""
+    low, high = bounds
+    if low is None and high is None:
+        return 0.0, abs(value)
+    nearness = [-abs(value - bound) for bound in bounds if bound is not None]
+    return outside(value, bounds), max(nearness)
+
+
 def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
     """The table at the end, from `trainer_state.json` and the catalogue of metrics."""
     from rich.console import Console
@@ -255,6 +273,7 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
         values = [log[key] for log in logs if log.get(key) is not None]
         return sum(values) / len(values) if values else float("nan")
 
+    unhealthy = False
     table = Table(title=f"{len(steps)} steps, correction {correction}", title_justify="left")
     for column, justify in (
         ("", "left"),
@@ -273,8 +292,9 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
             continue
         if key.startswith("correction/") and "_fraction/" in key and not any(values):
             continue
-        worst = min(values) if high is None and low is not None else max(values, key=abs)
-        bad = (low is not None and worst < low) or (high is not None and worst > high)
+        worst = max(values, key=lambda value: distance(value, metric.healthy))
+        bad = outside(worst, metric.healthy) > 0
+        unhealthy |= bad and key.startswith("mismatch/")
         row = [f"{mean(key, steps[:edge]):.3g}", f"{mean(key, steps[-edge:]):.3g}", f"{worst:.3g}"]
         table.add_row(key, *row, healthy(metric.healthy), style="red" if bad else "")
     console = Console()
@@ -290,7 +310,12 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
     print(f"Correction {correction} ({source}): ", end="")
     print(
         ", ".join(f"{name} {100 * share:.2g} % of the tokens" for name, share in acted.items())
-        or ("measured only." if correction == "none" else "no ratio left its bounds; trainer and engine agree.")
+        or ("measured only." if correction == "none" else "no ratio left its bounds.")
+    )
+    print(
+        "Trainer and engine disagree more than is healthy in some step, see the red rows."
+        if unhealthy
+        else "Trainer and engine agree within the healthy ranges."
     )
     print(f"Reward and metrics of every step: {output / 'trainer_state.json'}, {output / 'train.log'}")
     print(f"Curves: tensorboard --logdir {output / 'tensorboard'}")
@@ -307,7 +332,7 @@ def main() -> int:
     code = train(arguments)
     if code:
         if code != 130:
-            print(f"Training failed with exit code {code}; its output is above and in train.log.", file=sys.stderr)
+            print(f"Training failed with exit code {code}; the reason stands above.", file=sys.stderr)
         return code
     summary(state, arguments.output, arguments.correction, time.monotonic() - began)
     return 0

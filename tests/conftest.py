@@ -11,7 +11,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-from trl_consistent.rollout.environment import prepare
+from trl_consistent.rollout.environment import cpu_vllm_is_installed, prepare
 
 
 prepare()
@@ -26,6 +26,12 @@ install_import_hook(
 import pytest  # noqa: E402
 
 from .tiny import build_tokenizer, save_model  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not cpu_vllm_is_installed() and item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.skip(reason="needs the CPU build of vLLM"))
 
 
 @pytest.fixture(scope="session")

@@ -57,6 +57,11 @@ def test_none_measures_and_does_not_correct(tmp_path):
     assert args.vllm_importance_sampling_correction is False
 
 
+def test_none_and_a_mode_contradict_each_other(tmp_path):
+    with pytest.raises(ValueError, match="`correction='none'`.*`vllm_importance_sampling_mode='token_mask'`"):
+        config(tmp_path, use_vllm=True, correction="none", vllm_importance_sampling_mode="token_mask")
+
+
 def test_unset_correction_is_trl_s_own(tmp_path):
     args = config(tmp_path, use_vllm=True)
     assert args.vllm_importance_sampling_mode == "sequence_mask"
@@ -83,6 +88,7 @@ def test_every_mode_is_accepted_and_means_level_and_action(tmp_path, mode):
         ("vllm_importance_sampling_cap", 4.0),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The `vllm_importance_sampling_cap`:FutureWarning")
 def test_preset_and_contradicting_field_are_refused_with_both_names(tmp_path, field, value):
     with pytest.raises(ValueError, match=rf"`correction='icepop'`.*`{field}={value!r}`"):
         config(tmp_path, use_vllm=True, correction="icepop", **{field: value})
@@ -157,9 +163,19 @@ def test_temperature_behind_the_trainer_s_back(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"top_p": 0.9}, {"generation_kwargs": {"top_k": 5}}, {"min_p": 0.1}, {"repetition_penalty": 1.2}]
+    "kwargs",
+    [
+        {"top_p": 0.9},
+        {"generation_kwargs": {"top_k": 5}},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.2},
+        {"generation_kwargs": {"presence_penalty": 0.5}},
+        {"generation_kwargs": {"logit_bias": {3: 1.0}}},
+        {"vllm_structured_outputs_regex": "[0-9]+"},
+    ],
+    ids=str,
 )
-def test_truncated_sampling_warns(tmp_path, caplog, kwargs):
+def test_reshaped_sampling_warns(tmp_path, caplog, kwargs):
     with caplog.at_level(logging.WARNING):
         config(tmp_path, use_vllm=True, **kwargs)
     name = next(iter(kwargs.get("generation_kwargs", kwargs)))
@@ -180,6 +196,17 @@ def test_no_log_probs_at_all_is_refused(tmp_path):
 def test_engine_arguments_that_trl_owns_are_refused(tmp_path):
     with pytest.raises(ValueError, match="must not contain 'logprobs_mode'.*processed_logprobs"):
         config(tmp_path, rollout_engine_kwargs={"logprobs_mode": "raw_logprobs"})
+
+
+def test_engine_arguments_that_reach_nobody_warn(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        config(tmp_path, use_vllm=True, vllm_mode="server", rollout_engine_kwargs={"dtype": "float32"})
+    assert "`rollout_engine_kwargs={'dtype': 'float32'}` is ignored" in caplog.text
+
+
+def test_engine_arguments_must_be_an_object(tmp_path):
+    with pytest.raises(ValueError, match="must be a JSON object, got 'float32'"):
+        config(tmp_path, rollout_engine_kwargs="float32")
 
 
 def test_options_reach_the_command_line(tmp_path):

@@ -5,6 +5,7 @@ import ast
 import inspect
 import textwrap
 
+import pytest
 import trl
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.grpo_trainer as grpo_trainer
@@ -142,6 +143,7 @@ def test_command_line_helpers():
     assert "separate_remaining_strings=True" in source(TrainingCommand.run)
 
 
+@pytest.mark.vllm
 def test_vllm_names():
     import vllm._custom_ops as ops
     import vllm.model_executor.models.registry as registry

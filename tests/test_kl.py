@@ -42,6 +42,19 @@ def test_k3_keeps_its_digits_near_zero():
     assert kl_k3(d, torch.ones(1, 1)).item() == pytest.approx(5.0016671e-07, rel=1e-3)
 
 
+def test_k1_and_k3_agree_on_a_large_gap_the_engine_is_sure_of():
+    # k3 = e^-59 - 1 + 59
+    d = torch.tensor([[-59.0]])
+    assert kl_k3(d, torch.ones(1, 1)).item() == pytest.approx(58.0) and kl_k1(d, torch.ones(1, 1)).item() == 59.0
+    assert math.isfinite(kl_k3(-3 * d, torch.ones(1, 1)).item())
+
+
+@pytest.mark.parametrize("estimator", [kl_k1, kl_k2, kl_k3])
+def test_shapes_must_agree(estimator):
+    with pytest.raises(ValueError, match=r"mismatch_log_ratio \(3, 3\), mask \(1, 3\)"):
+        estimator.__wrapped__(torch.zeros(3, 3), torch.ones(1, 3))
+
+
 @pytest.mark.parametrize("estimator", [kl_k1, kl_k2, kl_k3])
 def test_unscored_and_padding_are_zero(estimator):
     d = torch.tensor([[math.nan, 0.3, math.nan, math.inf]])

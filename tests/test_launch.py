@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from trl_consistent.rollout.environment import cpu_variables
+
 from .processes import fresh_environment
 
 
@@ -55,11 +57,32 @@ def test_trl_s_script_trains_under_accelerate_with_our_correction(tiny_model, tm
     assert (output / "adapter_model.safetensors").exists()
 
 
+def test_the_grpo_command_trains_from_a_yaml_file(tiny_model, tmp_path):
+    config = tmp_path / "grpo.yaml"
+    options = {
+        "model_name_or_path": tiny_model, "dataset_name": write_dataset(tmp_path / "data"), "correction": "geo_mis",
+        "reward_funcs": ["tests.tiny.letters_reward"], "output_dir": str(tmp_path / "out"), "use_vllm": True,
+        "max_steps": 1, "rollout_engine_kwargs": {"dtype": "float32"}, "vllm_max_model_length": 64, "logging_steps": 1,
+        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "bf16": False,
+        "report_to": "none", "save_steps": 1, "vllm_gpu_memory_utilization": 0.1,
+    }  # fmt: skip
+    config.write_text(json.dumps(options))  # JSON is YAML
+    done = subprocess.run(
+        [sys.executable, "-m", "trl_consistent.cli", "grpo", "--config", config, "--num_processes", "1"],
+        capture_output=True, text=True, timeout=800, env=fresh_environment(), cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())
+    assert "correction/masked_fraction/high" in state["log_history"][0]
+
+
 def test_two_ranks_reduce_sums_and_counts_in_one_collective(tiny_model, tmp_path):
     launch("cpu_2.yaml", "-m", "trl_consistent.run", "tests/two_ranks.py", tiny_model, str(tmp_path))
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [rank["world"] for rank in ranks] == [2, 2]
     assert ranks[0]["weights"] == ranks[1]["weights"], "both ranks hold the same model"
+    share = cpu_variables(2)["OMP_NUM_THREADS"]
+    assert [(rank["omp"], str(rank["threads"])) for rank in ranks] == [(share, share)] * 2
     steps = [log for log in ranks[0]["logs"] if "loss" in log]
     assert len(steps) == len(ranks[0]["seen"]) == 2
     for log, first, second in zip(steps, *(rank["seen"] for rank in ranks), strict=True):

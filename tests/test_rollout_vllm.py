@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the vLLM backend that need no engine."""
 
+import logging
 import math
 
 import pytest
@@ -46,10 +47,14 @@ def test_completions_and_log_probs_must_fit():
         check_completions([[]], [[]])
 
 
-def test_a_server_with_raw_log_probs_is_refused():
-    check_server({"model_config": {"logprobs_mode": "processed_logprobs"}}, "tis")
+def test_a_server_with_raw_log_probs_is_refused_or_warned_about(caplog):
+    check_server({"model_config": {"logprobs_mode": "processed_logprobs"}}, correcting=True)
+    raw = {"model_config": {"logprobs_mode": "raw_logprobs"}}
     with pytest.raises(ValueError, match="logprobs_mode='raw_logprobs'.*--logprobs-mode processed_logprobs"):
-        check_server({"model_config": {"logprobs_mode": "raw_logprobs"}}, "tis")
+        check_server(raw, correcting=True)
+    with caplog.at_level(logging.WARNING):
+        check_server(raw, correcting=False)
+    assert "every mismatch ratio is off" in caplog.text
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.04], ids=["fp32", "bf16"])
@@ -97,6 +102,26 @@ def test_garbage_raises():
 def test_garbage_at_the_first_sync_raises(engine):
     with pytest.raises(WeightSyncError, match="After the first weight sync"):
         SyncCheck()(BASE, engine)
+
+
+def test_a_float32_engine_is_expected_to_agree_from_the_start():
+    SyncCheck()(BASE, BASE + 0.3)
+    with pytest.raises(WeightSyncError, match=r"differ by 0.3 nats.*expected below 0.1"):
+        SyncCheck(float32=True)(BASE, BASE + 0.3)
+
+
+def test_one_thread_given_by_a_launcher_is_not_a_wish(monkeypatch):
+    import os
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    environment.prepare()
+    assert os.environ["OMP_NUM_THREADS"] == "1", "set by hand"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    environment.prepare()
+    assert os.environ["OMP_NUM_THREADS"] == environment.cpu_variables()["OMP_NUM_THREADS"]
 
 
 def test_environment_is_only_filled_where_it_is_unset(monkeypatch):

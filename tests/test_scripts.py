@@ -113,8 +113,14 @@ def test_a_model_file_with_the_wrong_checksum_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_summary_says_what_was_unhealthy_and_what_the_correction_did(tmp_path, capsys):
-    def log(reward, gap, share):
-        return {"loss": 0.1, "reward": reward, "mismatch/abs_diff/mean": gap, "correction/masked_fraction/high": share}
+    def log(reward, gap, share, ratio=1.0):
+        return {
+            "loss": 0.1,
+            "reward": reward,
+            "mismatch/abs_diff/mean": gap,
+            "mismatch/ratio/mean": ratio,
+            "correction/masked_fraction/high": share,
+        }
 
     state = {"log_history": [log(0.1, 0.001, 0.0), log(0.2, 0.001, 0.0), log(0.3, 0.5, 0.02), {"train_runtime": 1.0}]}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
@@ -124,6 +130,19 @@ def test_the_summary_says_what_was_unhealthy_and_what_the_correction_did(tmp_pat
     row = next(line for line in output.splitlines() if "mismatch/abs_diff/mean" in line)
     assert "0.5" in row and "≤ 0.02" in row
     assert "masked high 0.67 % of the tokens" in output and "tensorboard" in output
+    assert "disagree more than is healthy" in output
+    # a ratio below its range is as bad as one above
+    state = {"log_history": [log(0.1, 0.001, 0.0), log(0.1, 0.001, 0.0, ratio=0.5), log(0.1, 0.001, 0.0)]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    demo.summary(tmp_path / "trainer_state.json", tmp_path, "icepop", 12.0)
+    output = capsys.readouterr().out
+    row = next(line for line in output.splitlines() if "mismatch/ratio/mean" in line)
+    assert "0.5 " in row and "disagree more than is healthy" in output
+    # and a healthy run is called one
+    state = {"log_history": [log(0.1, 0.001, 0.0)] * 3}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    demo.summary(tmp_path / "trainer_state.json", tmp_path, "icepop", 12.0)
+    assert "agree within the healthy ranges" in capsys.readouterr().out
 
 
 @pytest.mark.vllm

@@ -90,10 +90,35 @@ def test_measuring_in_the_training_forward_and_in_the_recompute_agree(tiny_model
     assert mismatch == pytest.approx({key: recomputed[key] for key in mismatch}, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize("correction", ["none", "tis"])
+def test_ranks_would_talk_once_an_optimizer_step(tiny_model, tmp_path, correction, monkeypatch):
+    calls = []
+    record = ConsistentGRPOTrainer._record
+    monkeypatch.setattr(ConsistentGRPOTrainer, "_record", lambda self, stats: calls.append(1) or record(self, stats))
+    train(ConsistentGRPOTrainer, tiny_model, tmp_path, correction=correction, gradient_accumulation_steps=2)
+    assert len(calls) == 3
+
+
 def test_a_logging_window_is_one_set_of_tokens(tiny_model, tmp_path):
-    each = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.3), correction="tis")
-    both = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.3), correction="tis", logging_steps=3)
+    def uneven():
+        """Batches whose gaps and numbers of scored tokens both grow."""
+        seen = []
+
+        def plant(ids, logps):
+            seen.append(None)
+            batch = (len(seen) - 1) // 8
+            return [lp - 0.1 * (1 + batch) if i < 1 + 2 * batch else None for i, lp in enumerate(logps)]
+
+        return plant
+
+    each = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=uneven(), correction="tis")
+    both = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=uneven(), correction="tis", logging_steps=3)
     steps = [log for log in each.logs if "loss" in log]
+    tokens = [8.0 * scored for scored in (1, 3, 5)]  # unless a completion ended early
+    means = [log["mismatch/abs_diff/mean"] for log in steps]
+    weighted = sum(n * mean for n, mean in zip(tokens, means, strict=True)) / sum(tokens)
+    assert both.logs[0]["mismatch/abs_diff/mean"] == pytest.approx(weighted, rel=0.05)
+    assert sum(means) / 3 != pytest.approx(weighted, rel=0.1), "a mean of means would pass"
     # maxima stay maxima, where TRL's own log averages them
     assert both.logs[0]["mismatch/abs_diff/max"] == max(log["mismatch/abs_diff/max"] for log in steps)
     assert both.logs[0]["mismatch/nonfinite_count"] == 0
@@ -112,7 +137,12 @@ def test_evaluation_logs_its_own_metrics(tiny_model, tmp_path):
         metrics = {}
         trainer.log = lambda logs, *a, _log=trainer.log: (_log(logs, *a), metrics.update(logs))
         trainer.evaluate(dataset().select(range(2)))
-    assert metrics["eval_mismatch/abs_diff/mean"] > 0.01
+        assert metrics["eval_mismatch/abs_diff/mean"] > 0.01
+        # what the training has measured since its last log stays where it is
+        batch_of(trainer)
+        before = trainer._window["train"]
+        trainer.evaluate(dataset().select(range(2)))
+        assert trainer._window == {"train": before}
 
 
 # --- rejection -------------------------------------------------------------------------------------------------------
@@ -283,6 +313,18 @@ def test_rows_emptied_by_mask_truncated_completions_count_nowhere(tiny_model, tm
     assert logs.get("mismatch/abs_diff/max", 0.0) < 1e-4
     loss, gradients = loss_of(trainer, batch)
     assert math.isfinite(loss) and all(torch.isfinite(g).all() for g in gradients.values())
+
+
+def test_a_rollout_func_that_forgets_a_key_hears_it_from_trl(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="must return keys"):
+        train(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_func=lambda prompts, trainer: {"prompt_ids": []})
+
+
+def test_trl_s_own_correction_is_reported_as_trl_applies_it(tiny_model, tmp_path):
+    # TRL gives an impossible token the cap, ours would give it 0
+    options = {"vllm_importance_sampling_mode": "token_truncate", "max_steps": 1}
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=lambda i, lp: [-math.inf, *lp[1:]], **options)
+    assert kept.logs[0]["correction/weight/max"] == kept.logs[0]["sampling/importance_sampling_ratio/max"] == 3.0
 
 
 def test_an_empty_completion_is_refused(tiny_model, tmp_path):

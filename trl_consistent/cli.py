@@ -5,12 +5,10 @@ import argparse
 import sys
 
 from . import __version__, run
-from .rollout.environment import prepare
 
 
 def _grpo(argv: list[str]) -> int:
     """`trl grpo` with our classes: the same flags plus ours, launched through accelerate."""
-    prepare()
     from importlib.resources import files
 
     from . import _compat

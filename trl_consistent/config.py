@@ -31,7 +31,20 @@ _ENGINE_KEYS_OF_TRL = {
     "distributed_executor_backend": "TRL runs the engine inside the launcher's processes",
 }
 
-_TRUNCATING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Settings that change the sampled distribution without the trainer's log-probs following, with their neutral values.
+_RESHAPING: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "vllm_structured_outputs_regex": (None,),
+}
 
 
 def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -126,9 +139,16 @@ class ConsistentGRPOConfig(GRPOConfig):
                     f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}`"
                     + (f" (from `correction={self.correction!r}`)." if self.correction else ".")
                 )
+        if isinstance(self.rollout_engine_kwargs, str):  # TRL has parsed it if it was a JSON object
+            raise ValueError(f"`rollout_engine_kwargs` must be a JSON object, got {self.rollout_engine_kwargs!r}.")
         for key in self.rollout_engine_kwargs or {}:
             if key in _ENGINE_KEYS_OF_TRL:
                 raise ValueError(f"`rollout_engine_kwargs` must not contain {key!r}: {_ENGINE_KEYS_OF_TRL[key]}.")
+        if self.rollout_engine_kwargs and not (self.use_vllm and self.vllm_mode == "colocate"):
+            logger.warning(
+                f"`rollout_engine_kwargs={self.rollout_engine_kwargs}` is ignored: it needs `use_vllm=True` and "
+                "`vllm_mode='colocate'`. Give a server its arguments where you start it."
+            )
         if self.use_vllm:
             self._check_sampling()
 
@@ -136,23 +156,26 @@ class ConsistentGRPOConfig(GRPOConfig):
         """Writes the preset into TRL's fields; a field that holds neither TRL's default nor the preset's value is
         somebody's decision, and contradicts it."""
         wanted: dict[str, Any] = {"vllm_importance_sampling_correction": correction.action != "none"}
-        if correction.action != "none":
+        defaults = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
+        names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")]
+        if correction.action == "none":
+            wanted |= {name: defaults[name] for name in names}
+        else:
             if not self.use_vllm:
                 raise ValueError(
                     f"`correction={self.correction!r}` needs the rollout engine's log-probs: set `use_vllm=True`, or "
                     "leave `correction` unset."
                 )
-            wanted["vllm_importance_sampling_mode"] = f"{correction.level}_{correction.action}"
-            wanted["vllm_importance_sampling_clip_min"] = correction.lower
-            wanted["vllm_importance_sampling_clip_max"] = correction.upper
-        if self.vllm_importance_sampling_cap is not None and correction.action != "none":
+            mode = f"{correction.level}_{correction.action}"
+            wanted |= dict(zip(names, (mode, correction.lower, correction.upper), strict=True))
+        if self.vllm_importance_sampling_cap is not None:
             raise ValueError(
                 f"`correction={self.correction!r}` sets the bounds, which contradicts "
                 f"`vllm_importance_sampling_cap={self.vllm_importance_sampling_cap}`. Set one of the two."
             )
         for name, value in wanted.items():
-            got, default = getattr(self, name), GRPOConfig.__dataclass_fields__[name].default
-            if got != default and got != value:
+            got = getattr(self, name)
+            if got != defaults[name] and got != value:
                 raise ValueError(
                     f"`correction={self.correction!r}` stands for `{name}={value!r}`, which contradicts "
                     f"`{name}={got!r}`. Set one of the two."
@@ -177,11 +200,11 @@ class ConsistentGRPOConfig(GRPOConfig):
                 "`generation_kwargs={'logprobs': None}` asks the engine for no log-probs, but the correction needs "
                 "them. Remove it, or set `vllm_importance_sampling_correction=False`."
             )
-        for name, neutral in _TRUNCATING.items():
-            value = overrides.get(name, getattr(self, name))
-            if value not in (None, neutral) and not (name == "top_k" and value <= 0):
+        for name, neutral in _RESHAPING.items():
+            value = overrides.get(name, getattr(self, name, None))
+            if value not in neutral:
                 logger.warning(
-                    f"`{name}={value}` makes the engine report log-probs of the distribution after {name}, the trainer "
-                    "computes them without: the mismatch ratio is biased (its mean is the probability mass that was "
-                    f"kept). Prefer `{name}={neutral}`; watch `mismatch/z_ratio`."
+                    f"`{name}={value}` changes the distribution that the engine samples from and reports log-probs of; "
+                    "the trainer computes its own without it, so the mismatch ratio is biased (after truncation its "
+                    "mean is the probability mass that was kept). Prefer leaving it out; watch `mismatch/ratio/mean`."
                 )

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from .ratios import LEVELS, check_shapes, level_log_ratio
+from .ratios import LEVELS, MAX_LOG_RATIO, check_shapes, level_log_ratio
 
 
 ACTIONS = ("none", "truncate", "mask", "reject")
@@ -192,7 +192,7 @@ def correct(
         else:
             weights = ratio.masked_fill(low | high, 0.0)
         if correction.upper is None:
-            weights = weights.clamp(max=torch.finfo(weights.dtype).max)  # inf times a zero advantage would be NaN
+            weights = weights.clamp(max=math.exp(MAX_LOG_RATIO))  # inf times a zero advantage would be NaN
         low, high = low & inside, high & inside
 
     rejected_low, rejected_high = (low, high) if correction.action == "reject" else (none, none)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .corrections import CorrectionResult
 from .kl import kl_k3
-from .ratios import check_shapes, level_log_ratio, mismatch_log_ratio, scored_tokens
+from .ratios import MAX_LOG_RATIO, check_shapes, level_log_ratio, mismatch_log_ratio, scored_tokens
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,25 @@ _KL = "http://joschu.net/blog/kl-approx.html"
 _DPPO = "https://huggingface.co/papers/2602.04879"
 _COLLAPSE = "https://richardli.xyz/rl-collapse"
 _ESS = "https://huggingface.co/papers/2602.17616"
+_SLIME = "slime: dense runs report .011 (abs_diff) and 1e-5 to 1e-3 (k3), collapsing ones 2 to 3 times their own level"
+_VERL = "verl's documented alarms, tightened"
+_OURS = "synthesis of published runs, not validated against labelled ones"
 
 METRICS: dict[str, Metric] = {
     metric.key: metric
     for metric in (
         Metric("mismatch/diff/mean", "nats", "trainer minus engine log-prob; a bias, not a size", "mean over tokens"),
-        Metric("mismatch/abs_diff/mean", "nats", "size of the log-prob gap", "mean over tokens", (None, 0.02)),
+        Metric("mismatch/abs_diff/mean", "nats", "size of the log-prob gap", "mean over tokens", (None, 0.02), _SLIME),
         Metric("mismatch/abs_diff/p50", "nats", "typical gap", "median over tokens, within 1.6 %"),
         Metric(
-            "mismatch/abs_diff/p99", "nats", "gap of the worst 1 %", "quantile over tokens, within 1.6 %", (None, 0.2)
+            "mismatch/abs_diff/p99",
+            "nats",
+            "gap of the worst 1 %",
+            "quantile over tokens, within 1.6 %",
+            (None, 0.2),
+            _OURS,
         ),
-        Metric("mismatch/abs_diff/max", "nats", "largest gap of one token", "maximum", (None, 2.0)),
+        Metric("mismatch/abs_diff/max", "nats", "largest gap of one token", "maximum", (None, 2.0), _OURS),
         Metric("mismatch/k1/mean", "nats", "KL(engine || trainer), plain estimator", "mean over tokens", source=_KL),
         Metric(
             "mismatch/k3/mean",
@@ -60,7 +68,7 @@ METRICS: dict[str, Metric] = {
             "KL(engine || trainer), low-variance estimator: the number to watch",
             "mean over tokens",
             (None, 1e-3),
-            _KL,
+            f"{_KL}; {_SLIME}",
         ),
         Metric(
             "mismatch/prob_diff/mean",
@@ -77,6 +85,7 @@ METRICS: dict[str, Metric] = {
             "exp(diff), raw; 1 in expectation if tokens were drawn from the reported distribution",
             "mean over tokens",
             (0.98, 1.02),
+            _OURS,
         ),
         Metric("mismatch/ratio/min", "ratio", "smallest raw ratio", "minimum"),
         Metric("mismatch/ratio/max", "ratio", "largest raw ratio", "maximum"),
@@ -93,6 +102,7 @@ METRICS: dict[str, Metric] = {
             "correlation of trainer and engine probabilities; low: log-probs belong to other tokens",
             "over tokens",
             (0.99, None),
+            _OURS,
         ),
         Metric(
             "mismatch/ess/token",
@@ -110,7 +120,7 @@ METRICS: dict[str, Metric] = {
             (0.5, None),
             _ESS,
         ),
-        Metric("mismatch/chi2/token", "ratio", "mean squared ratio minus 1", "mean over tokens", (None, 0.05)),
+        Metric("mismatch/chi2/token", "ratio", "mean squared ratio minus 1", "mean over tokens", (None, 0.05), _OURS),
         Metric(
             "mismatch/chi2/sequence",
             "ratio",
@@ -140,11 +150,24 @@ METRICS: dict[str, Metric] = {
             "log_ppl/old minus log_ppl/sampling",
             "mean over completions",
             (-0.005, 0.005),
+            _OURS,
         ),
         Metric(
-            "mismatch/unscored_fraction", "share", "tokens without a sampling log-prob", "over tokens", (None, 0.0)
+            "mismatch/unscored_fraction",
+            "share",
+            "tokens without a sampling log-prob",
+            "over tokens",
+            (None, 0.0),
+            "a log-prob that is missing is a fault of the engine",
         ),
-        Metric("mismatch/nonfinite_count", "count", "tokens with an infinite log-ratio", "sum", (None, 0.0)),
+        Metric(
+            "mismatch/nonfinite_count",
+            "count",
+            "tokens with an infinite log-ratio",
+            "sum",
+            (None, 0.0),
+            "a sampled token cannot be impossible",
+        ),
         *(
             Metric(
                 f"correction/{verb}_fraction/{side}",
@@ -155,8 +178,18 @@ METRICS: dict[str, Metric] = {
             for verb in ("truncated", "masked", "rejected")
             for side, where in (("low", "below"), ("high", "above"))
         ),
-        Metric("correction/weight/mean", "ratio", "weight on the policy loss", "mean over kept tokens", (0.9, 1.1)),
-        Metric("correction/weight/std", "ratio", "spread of the weights", "over kept tokens", (None, 1.0)),
+        Metric(
+            "correction/rejected_batches",
+            "count",
+            "rollout batches (of one rank) that were rejected whole",
+            "sum",
+            (None, 0.0),
+            "it contributes nothing to the update",
+        ),
+        Metric(
+            "correction/weight/mean", "ratio", "weight on the policy loss", "mean over kept tokens", (0.9, 1.1), _VERL
+        ),
+        Metric("correction/weight/std", "ratio", "spread of the weights", "over kept tokens", (None, 1.0), _VERL),
         Metric("correction/weight/max", "ratio", "largest weight", "maximum"),
         Metric(
             "correction/ess",
@@ -176,7 +209,7 @@ Reduction = Literal["sum", "max", "min", "logsumexp"]
 
 @dataclass(frozen=True)
 class Stat:
-    """A statistic that can be merged: a float64 tensor of shape `(n,)` and how two of them become one."""
+    """A statistic that can be merged: a tensor of shape `(n,)` and how two of them become one."""
 
     value: Shaped[Tensor, " n"]
     reduction: Reduction
@@ -199,9 +232,6 @@ def merge(parts: Iterable[dict[str, Stat]]) -> dict[str, Stat]:
     }
 
 
-# exp(40) squared still fits in float32; a token ratio beyond it says nothing more.
-_MAX_LOG_RATIO = 40.0
-
 # |d| falls into bins of a float's own exponent and top mantissa bits: 32 bins per octave from 2^-24 to 2^8, each 3.1 %
 # wide at most. Counting is exact, merging is a sum, and no sort or size limit is involved.
 _MANTISSA_BITS = 5
@@ -212,8 +242,8 @@ _BINS = (_HIGHEST_OCTAVE - _LOWEST_OCTAVE) << _MANTISSA_BITS
 def _histogram(abs_diff: Float[Tensor, "B T"], scored: Shaped[Tensor, "B T"]) -> Shaped[Tensor, " n"]:
     bits = abs_diff.view(torch.int32) >> (23 - _MANTISSA_BITS)
     bins = (bits - ((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS)).clamp(0, _BINS - 1).long()
-    counts = torch.zeros(_BINS, dtype=torch.float64, device=abs_diff.device)
-    return counts.scatter_add_(0, bins.flatten(), scored.flatten().double())
+    counts = _wide(torch.zeros(_BINS, device=abs_diff.device))
+    return counts.scatter_add_(0, bins.flatten(), scored.flatten().to(counts.dtype))
 
 
 def _quantile(counts: list[float], q: float, lowest: float, highest: float) -> float:
@@ -231,8 +261,13 @@ def _quantile(counts: list[float], q: float, lowest: float, highest: float) -> f
     return highest
 
 
+def _wide(value: Tensor) -> Tensor:
+    """`value` in the type sums are kept in: float64, where the device has it."""
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
 def _scalar(value: Tensor, reduction: Reduction = "sum") -> Stat:
-    return Stat(value.double().reshape(1), reduction)
+    return Stat(_wide(value).reshape(1), reduction)
 
 
 def mismatch_metrics(
@@ -256,8 +291,10 @@ def mismatch_metrics(
     infinite = torch.isinf(d)
     scored = scored & ~infinite
 
+    wide = _wide(d[:0]).dtype
+
     def total(x: Tensor) -> Stat:
-        return Stat(torch.where(scored, x, 0.0).sum(dtype=torch.float64).reshape(1), "sum")
+        return _scalar(torch.where(scored, x, 0.0).sum(dtype=wide))
 
     def extreme(x: Tensor, where: Tensor, reduction: Reduction) -> Stat:
         fill = -math.inf if reduction == "max" else math.inf
@@ -266,7 +303,7 @@ def mismatch_metrics(
 
     d = torch.where(scored, d, 0.0)
     abs_diff = d.abs()
-    bounded = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    bounded = d.clamp(max=MAX_LOG_RATIO)
     excess = torch.expm1(bounded)  # ratio - 1, exact near d = 0
     p_old, p_sampling = old.exp(), sampling.exp()
     prob_diff = (p_old - p_sampling).abs()
@@ -280,7 +317,7 @@ def mismatch_metrics(
         "abs_diff_min": extreme(abs_diff, scored, "min"),
         "abs_diff_max": extreme(abs_diff, scored, "max"),
         "abs_diff_histogram": Stat(_histogram(abs_diff, scored), "sum"),
-        "k3": total(kl_k3(bounded, scored)),
+        "k3": total(kl_k3(d, scored)),
         "excess": total(excess),
         "excess_squared": total(excess.square()),
         "log_ratio_min": extreme(bounded, scored, "min"),
@@ -289,16 +326,16 @@ def mismatch_metrics(
         "prob_diff_max": extreme(prob_diff, scored, "max"),
         "p_old": total(p_old),
         "p_sampling": total(p_sampling),
-        "p_old_squared": total(p_old.double().square()),
-        "p_sampling_squared": total(p_sampling.double().square()),
-        "p_product": total(p_old.double() * p_sampling),
+        "p_old_squared": total(_wide(p_old).square()),
+        "p_sampling_squared": total(_wide(p_sampling).square()),
+        "p_product": total(_wide(p_old) * p_sampling),
     }
 
     # Sequence ratios are summed as logs: a product over a long completion overflows any float.
     whole = (scored.any(dim=-1) & ~infinite.any(dim=-1))[:, None]
     lengths = scored.sum(dim=-1, keepdim=True).clamp(min=1)
-    log_sequence = level_log_ratio(d, scored, "sequence").double()
-    log_geometric = level_log_ratio(d, scored, "geometric").double()
+    log_sequence = _wide(level_log_ratio(d, scored, "sequence"))
+    log_geometric = _wide(level_log_ratio(d, scored, "geometric"))
     minus_inf = torch.full_like(log_sequence, -math.inf)
 
     def logsumexp(x: Tensor) -> Stat:
@@ -306,7 +343,7 @@ def mismatch_metrics(
 
     def per_row(x: Tensor) -> Stat:
         mean = torch.where(scored, x, 0.0).sum(dim=-1, keepdim=True) / lengths
-        return Stat(torch.where(whole, mean, 0.0).sum(dtype=torch.float64).reshape(1), "sum")
+        return _scalar(torch.where(whole, mean, 0.0).sum(dtype=wide))
 
     stats |= {
         "sequences": _scalar(whole.sum()),
@@ -333,7 +370,7 @@ def correction_metrics(mask: Shaped[Tensor, "B T"], result: CorrectionResult, ac
     """
     check_shapes(mask=mask, weights=result.weights)
     kept = result.keep_mask
-    weights = torch.where(kept, result.weights, 0.0).double()
+    weights = _wide(torch.where(kept, result.weights, 0.0))
     none = torch.zeros((), device=weights.device)
     verb = {"none": "", "truncate": "truncated", "mask": "masked", "reject": ""}[action]
     stats = {
@@ -424,6 +461,7 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
         for verb in ("truncated", "masked", "rejected"):
             for side in ("low", "high"):
                 out[f"correction/{verb}_fraction/{side}"] = v[f"{verb}_{side}"] / v["correction_tokens"]
+        out["correction/rejected_batches"] = v["all_rejected"]
         kept = v["kept"]
         if kept:
             mean, mean_square = v["weight"] / kept, v["weight_squared"] / kept

@@ -16,6 +16,9 @@ from torch import Tensor
 
 LEVELS = ("token", "sequence", "geometric")
 
+MAX_LOG_RATIO = 40.0
+"""Where a ratio saturates: e^40 squared still fits in float32, and a ratio beyond it says nothing more."""
+
 
 def check_shapes(**tensors: Tensor) -> None:
     """Refuses tensors that are not all of one (B, T) shape.

@@ -4,7 +4,7 @@
     trl-consistent run path/to/script.py <its arguments>
     accelerate launch -m trl_consistent.run path/to/script.py <its arguments>
 
-Our options appear among the script's own flags. Nothing stays patched afterwards.
+Our options appear among the script's own flags. Afterwards TRL's names are its own again.
 """
 
 import contextlib

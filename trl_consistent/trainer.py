@@ -5,6 +5,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def _checked(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[
     @functools.wraps(rollout_func)
     def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
         output = rollout_func(*args, **kwargs)
-        check_completions(output["completion_ids"], output["logprobs"])
+        if "completion_ids" in output:  # if not, TRL says which keys it wants
+            check_completions(output["completion_ids"], output.get("logprobs"))
         return output
 
     return checked
@@ -58,12 +60,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     _tag_names = [*GRPOTrainer._tag_names, "trl-consistent"]
 
-    # Class-level, because TRL's tests build trainers without `__init__`.
+    # Class-level, because TRL's tests build trainers without `__init__`; rebound, never changed in place.
     _correction: Correction | None = None
     _replaces_ratio = False
     _training_logps: Tensor | None = None
-    _micro_batches: list[dict[str, Stat]]
-    _window: dict[str, dict[str, Stat]]
+    _micro_batches: tuple[dict[str, Stat], ...] = ()
+    _window: dict[str, dict[str, Stat]] = {}
     rollout_func: Callable[..., dict[str, Any]] | None
 
     def __init__(
@@ -73,15 +75,16 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             raise ImportError(f"`use_vllm=True`, but vLLM is not installed: {INSTALL}.")
         with consistent_generation(_option(args, "rollout_engine_kwargs") or {}, _option(args, "rollout_verify_sync")):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
-        self._micro_batches, self._window = [], {}
         if self.rollout_func is not None:
             self.rollout_func = _checked(self.rollout_func)
         self._correction = correction_of(self.args)
         preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
         known_to_trl = mode in _compat.TRL_MODES
         self._replaces_ratio = self._correction is not None and (preset not in (None, "none") or not known_to_trl)
-        if self._replaces_ratio and self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
-            check_server(self.vllm_generation.vllm_client.get_server_info(), preset or mode)
+        if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
+            if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
+                info = self.vllm_generation.vllm_client.get_server_info()
+                check_server(info, correcting=self._replaces_ratio)
         if not known_to_trl:  # TRL computes (and logs as sampling/*) the raw token ratio, we replace it
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
@@ -103,8 +106,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self._record(stats)
             return output
         result = correct(mismatch_log_ratio(old, sampling, mask), mask, correction)
-        stats |= correction_metrics(mask, result, correction.action)
-        stats = self._record(stats)
+        if not self._replaces_ratio:  # what counts is the ratio TRL will use
+            weights = output["importance_sampling_ratio"].expand_as(result.weights)
+            result = replace(result, weights=torch.where(result.keep_mask, weights, 1.0))
+        stats = self._record(stats | correction_metrics(mask, result, correction.action))
         if self._replaces_ratio:
             output["importance_sampling_ratio"] = result.weights
             if correction.rejects:
@@ -125,10 +130,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         self._training_logps = None
         if sampling is not None and inputs.get("old_per_token_logps") is None and logps is not None:
             # TRL leaves the old log-probs out exactly when they equal those of this forward.
-            self._micro_batches.append(mismatch_metrics(logps, sampling, self._loss_mask(inputs)))
+            self._micro_batches += (mismatch_metrics(logps, sampling, self._loss_mask(inputs)),)
             if self.accelerator.sync_gradients or not self.model.training:
                 self._record(merge(self._micro_batches))
-                self._micro_batches = []
+                self._micro_batches = ()
         return loss
 
     @staticmethod
@@ -151,16 +156,17 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             )
         mode = "train" if self.model.training else "eval"
         before = self._window.get(mode)
-        self._window[mode] = stats if before is None else merge([before, stats])
+        self._window = {**self._window, mode: stats if before is None else merge([before, stats])}
         return stats
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
-        stats = self._window.pop(mode, None)
-        if stats is not None:
-            for key, value in finalize(stats).items():
+        if mode in self._window:
+            values = finalize(self._window[mode])
+            self._window = {other: stats for other, stats in self._window.items() if other != mode}
+            for key, value in values.items():
                 self._metrics[mode][key].append(value)
-            if "all_rejected" in stats and (batches := int(stats["all_rejected"].value)):
+            if (batches := int(values.get("correction/rejected_batches", 0))) and self.accelerator.is_main_process:
                 logger.warning(
                     f"The correction rejected every token of {batches} rollout batch(es) of a rank since the last log: "
                     "they contributed nothing to the update. See `correction/rejected_fraction/*`; widen the bounds "

