@@ -65,6 +65,18 @@ def test_bfloat16_rollouts_show_the_mismatch_and_are_corrected(tiny_model, tmp_p
         assert torch.isfinite(torch.tensor(log["loss"]))
 
 
+@pytest.mark.parametrize("fixture", ["tiny_model", "tied_model", "moe_model"])
+def test_bfloat16_syncs_stay_at_the_noise_of_the_first(fixture, tmp_path, request):
+    model = request.getfixturevalue(fixture)
+    keep = run(model, tmp_path, correction="tis", rollout_engine_kwargs={"dtype": "bfloat16"}, max_steps=4)
+    check = keep.trainer.vllm_generation._sync_check
+    trainer, _ = keep.trainer.vllm_generation.probe()
+    keep.trainer.model.load_state_dict(keep.weights[0], strict=False)  # a tied head is not among the weights
+    moved = (trainer - keep.trainer.vllm_generation.probe()[0]).abs().mean().item()
+    assert 1e-3 < check.first < 0.1
+    assert keep.gap < 3 * check.first < moved, "an engine that had missed the last three steps would be off by more"
+
+
 def test_trl_s_own_correction_is_measured_too(tiny_model, tmp_path):
     keep = run(tiny_model, tmp_path, rollout_engine_kwargs={"dtype": "bfloat16"}, temperature=0.7)
     log = keep.logs[0]
