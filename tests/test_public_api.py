@@ -66,8 +66,8 @@ def test_readme_metric_table_is_the_catalogue():
 
 def test_readme_python_blocks_run_or_parse():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks
+    assert len(blocks) == 2
     for block in blocks:
         compile(block, "README.md", "exec")
-        if "trainer" not in block.lower():
+        if "trainer.train()" not in block:
             exec(compile(block, "README.md", "exec"), {})
