@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl-consistent"
-PRESETS = ("none", "tis", "tis_two_sided", "icepop", "seq_tis", "seq_mis", "geo_mis", "tis_geo_rs")
+PRESETS = ("none", "tis", "tis_two_sided", "icepop", "seq_tis", "seq_mis", "geo_mis", "tis_geo_rs", "prefix_tis")
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

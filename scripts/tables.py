@@ -29,7 +29,10 @@ def preset_table() -> str:
     rows = ["| `correction` | ratio | action | bounds | rejects | source |", "|---|---|---|---|---|---|"]
     for name, c in PRESETS.items():
         bounds = "–" if c.action == "none" else f"{_bound(c.lower) or '0'} … {_bound(c.upper) or '∞'}"
-        rejects = ", ".join(f"{r.level} outside {_bound(r.lower)} … {_bound(r.upper)}" for r in c.rejections) or "–"
+        rejects = (
+            ", ".join(f"{r.level} {r.statistic} outside {_bound(r.lower)} … {_bound(r.upper)}" for r in c.rejections)
+            or "–"
+        )
         level, action = ("–", "–") if c.action == "none" else (c.level, c.action)
         rows.append(f"| `{name}` | {level} | {action} | {bounds} | {rejects} | {c.source} |")
     return "\n".join(rows)

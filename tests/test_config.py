@@ -8,14 +8,19 @@ from trl import GRPOConfig, TrlParser
 
 from trl_consistent import ConsistentGRPOConfig
 from trl_consistent.config import MODES, correction_of
-from trl_consistent.corrections import PRESETS, Correction
+from trl_consistent.corrections import PRESETS, Correction, Rejection
 
 
 def config(tmp_path, **kwargs):
     return ConsistentGRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **kwargs)
 
 
-OUR_FIELDS = {"correction": None, "rollout_engine_kwargs": None, "rollout_verify_sync": "every"}
+OUR_FIELDS = {
+    "correction": None,
+    "correction_rejections": None,
+    "rollout_engine_kwargs": None,
+    "rollout_verify_sync": "every",
+}
 
 
 def test_our_options_are_these_and_off_by_default():
@@ -109,8 +114,8 @@ def test_preset_with_its_own_values_spelled_out_is_no_contradiction(tmp_path):
 def test_unknown_names_list_the_valid_ones(tmp_path):
     with pytest.raises(ValueError, match="`correction` is 'icepops'. Expected one of: none, tis, .*tis_geo_rs"):
         config(tmp_path, use_vllm=True, correction="icepops")
-    with pytest.raises(ValueError, match="`vllm_importance_sampling_mode` is 'turn_mask'. Expected one of: token_"):
-        config(tmp_path, use_vllm=True, vllm_importance_sampling_mode="turn_mask")
+    with pytest.raises(ValueError, match="`vllm_importance_sampling_mode` is 'batch_mask'. Expected one of: token_"):
+        config(tmp_path, use_vllm=True, vllm_importance_sampling_mode="batch_mask")
     with pytest.raises(ValueError, match="`rollout_verify_sync` is 'always'. Expected one of: off, first, every"):
         config(tmp_path, rollout_verify_sync="always")
 
@@ -227,6 +232,48 @@ def test_options_reach_the_command_line(tmp_path):
     assert args.rollout_engine_kwargs == {"dtype": "float32", "enforce_eager": True}
 
 
+def test_rejections_from_the_command_line(tmp_path):
+    parser = TrlParser(ConsistentGRPOConfig)
+    arguments = [
+        "--output_dir",
+        str(tmp_path),
+        "--use_vllm",
+        "--correction",
+        "tis_geo_rs",
+        "--use_cpu",
+        "--bf16",
+        "False",
+    ]
+    arguments += ["--correction_rejections", '{"k3/sequence_mean": [null, 0.01], "ratio/sequence_min": [1e-4, null]}']
+    (args,) = parser.parse_args_and_config(arguments)
+    assert correction_of(args).rejections == (
+        Rejection("geometric", 0.99, 1.001),  # the preset's own
+        Rejection("sequence_mean", None, 0.01, "k3"),
+        Rejection("sequence_min", 1e-4, None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"k3/sequence_mean": 0.01}, r"maps 'k3/sequence_mean' to 0.01. Expected \[lower, upper\]"),
+        ({"k5/token": [None, 1]}, "statistic is 'k5'"),
+        ({"k3": [None, 1]}, "level of k3 is ''"),
+        ({"k3/token": [2, 1]}, "must be less"),
+        ("k3", "must be a JSON object"),
+    ],
+)
+def test_rejections_of_the_wrong_form_are_refused(tmp_path, rules, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, use_vllm=True, correction="tis", correction_rejections=rules)
+
+
+@pytest.mark.parametrize("options", [{"use_vllm": True, "correction": "none"}, {}], ids=["none", "no engine"])
+def test_rejections_without_a_correction_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="`correction_rejections=.*needs a correction"):
+        config(tmp_path, correction_rejections={"k3/token": [None, 1]}, **options)
+
+
 def test_dict_options_are_declared_for_the_command_line():
-    assert "rollout_engine_kwargs" in ConsistentGRPOConfig._VALID_DICT_FIELDS
+    assert {"correction_rejections", "rollout_engine_kwargs"} <= set(ConsistentGRPOConfig._VALID_DICT_FIELDS)
     assert set(GRPOConfig._VALID_DICT_FIELDS) < set(ConsistentGRPOConfig._VALID_DICT_FIELDS)

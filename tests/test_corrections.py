@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_consistent.corrections import PRESETS, Correction, Rejection, correct
+from trl_consistent.corrections import (
+    PRESETS,
+    RATIO_LEVELS,
+    STATISTIC_LEVELS,
+    STATISTICS,
+    Correction,
+    Rejection,
+    correct,
+)
 from trl_consistent.ratios import LEVELS, mismatch_log_ratio
 
 
@@ -165,8 +173,9 @@ def test_an_infinite_log_ratio_is_never_trusted(preset, value):
     result = correct(d, torch.ones(2, 3), PRESETS[preset])
     out = (result.weights == 0) | ~result.keep_mask
     assert out[0, 1] and not out[1].any()
-    whole = PRESETS[preset].level != "token" or PRESETS[preset].rejections
-    assert out[0].all() == bool(whole)
+    # at the prefix level, what came before the token was fine
+    expected = {"token": [False, True, False], "prefix": [False, True, True]}.get(PRESETS[preset].level, [True] * 3)
+    assert out[0].tolist() == ([True] * 3 if PRESETS[preset].rejections else expected)
 
 
 @pytest.mark.parametrize("action", ["truncate", "mask", "reject"])
@@ -235,6 +244,161 @@ def test_sequence_weight_is_unbiased_on_an_enumerable_policy():
     assert abs(naive - exact) > 1e-2  # without the weight it is not
 
 
+def test_prefix_weights_are_unbiased_for_what_each_token_earns():
+    # Two tokens over V = 3: E_mu[sum_t w_t f_t(prefix)] = E_pi[sum_t f_t(prefix)], every completion enumerated.
+    generator = torch.Generator().manual_seed(3)
+    log_mu = torch.randn(2, 3, generator=generator).log_softmax(-1)
+    log_pi = (log_mu + 0.5 * torch.randn(2, 3, generator=generator)).log_softmax(-1)
+    completions = torch.tensor(list(itertools.product(range(3), repeat=2)))
+    positions = torch.arange(2).expand_as(completions)
+    mu, pi = log_mu[positions, completions], log_pi[positions, completions]
+    first, second = torch.randn(3, generator=generator), torch.randn(9, generator=generator)
+    f = torch.stack([first[completions[:, 0]], second], dim=1)
+    exact = (pi.sum(-1).exp()[:, None] * f).sum()
+    d, mask = mismatch_log_ratio(pi, mu, torch.ones(9, 2)), torch.ones(9, 2)
+    for level, unbiased in (("prefix", True), ("token", False)):
+        weights = correct(d, mask, Correction(level, "mask")).weights
+        estimate = (mu.sum(-1).exp()[:, None] * weights * f).sum()
+        assert (abs(estimate - exact) < 1e-6) == unbiased, level
+
+
+# --- rejections: every statistic, at every level, with asymmetric bounds ---------------------------------------------
+
+OLD2 = torch.tensor([[-1.0, -0.5, -2.0, -0.1], [-0.3, -1.2, 0.0, 0.0], [-4.0, -0.2, -0.7, 0.0]])
+SAMPLING2 = torch.tensor([[-1.2, -0.5, -1.0, -0.3], [-0.3, -1.0, 0.0, 0.0], [-1.0, -0.2, -1.9, 0.0]])
+# Their log-ratios are D. Token values, by hand:
+# k1       -.2 0 1 -.2 | 0 .2 | 3 0 -1.2
+# k2       .02 0 .5 .02 | 0 .02 | 4.5 0 .72
+# k3       .0214 0 .3679 .0214 | 0 .0187 | 2.0498 0 1.1201
+# tv       .0667 0 .2325 .1640 | 0 .0667 | .3496 0 .3470
+# exp_abs  1.2214 1 2.7183 1.2214 | 1 1.2214 | 20.0855 1 3.3201
+
+
+def kept(rule, d=D, mask=MASK):
+    return correct(d, mask, Correction(rejections=(rule,)), sampling=SAMPLING2).keep_mask.int().tolist()
+
+
+ALL = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Rejection("token", 0.4, 3.0), [[1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0, 0]]),
+        (Rejection("sequence_min", 0.1), [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]),
+        (Rejection("sequence_max", None, 1.1), [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]),
+        # running products: e^.2 e^.2 e^-.8 e^-.6 | 1 e^-.2 | e^-3 e^-3 e^-1.8
+        (Rejection("prefix", 0.5, 1.1), [[0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]]),
+        (Rejection("token", -0.9, 0.5, "k1"), [[1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0, 0]]),
+        # sums .6 .2 1.8, means .15 .1 .6
+        (Rejection("sequence_sum", 0.3, 1.0, "k1"), [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]),
+        (Rejection("sequence_mean", 0.05, 0.12, "k1"), [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]),
+        (Rejection("token", None, 0.6, "k2"), [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 0, 0]]),
+        (Rejection("sequence_max", None, 0.4, "k2"), [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]),
+        (Rejection("token", None, 0.5, "k3"), [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 0, 0]]),
+        # means .1027 .0094 1.0566
+        (Rejection("sequence_mean", 0.01, 0.5, "k3"), [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]),
+        (Rejection("token", None, 0.2, "tv"), [[1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0, 0]]),
+        # means .1158 .0333 .2322
+        (Rejection("sequence_mean", None, 0.2, "tv"), [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]),
+        # means 1.5403 1.1107 8.1352
+        (Rejection("sequence_mean", None, 1.5, "exp_abs"), [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Rejection) else "",
+)
+def test_rejections_by_hand(rule, expected):
+    assert kept(rule) == expected
+
+
+def test_binary_kl_is_the_larger_of_both_directions():
+    # p = .9, q = .5: KL(p||q) = .9 ln 1.8 + .1 ln .2 = .368064; KL(q||p) = .5 ln(.5/.9) + .5 ln(.5/.1) = .510826
+    sampling = torch.tensor([[0.5, 0.9]]).log()
+    d = torch.tensor([[0.9, 0.5]]).log() - sampling
+    for bound, survives in ((0.5107, 0), (0.5109, 1)):
+        correction = Correction(rejections=(Rejection("token", None, bound, "binary_kl"),))
+        keep = correct(d, torch.ones(1, 2), correction, sampling=sampling).keep_mask
+        assert keep.int().tolist() == [[survives, survives]]
+
+
+def test_binary_kl_of_sure_tokens_is_finite():
+    # both sides round to probability 1
+    correction = Correction(rejections=(Rejection("token", None, 1e-3, "binary_kl"),))
+    keep = correct(
+        torch.tensor([[0.0, -1e-7]]), torch.ones(1, 2), correction, sampling=torch.tensor([[0.0, 0.0]])
+    ).keep_mask
+    assert keep.all()
+
+
+def test_turns_are_rejected_alone():
+    d = torch.tensor([[0.1, 0.1, 9.0, 0.4, 0.0]])
+    mask = torch.tensor([[1, 1, 0, 1, 1]])
+    assert kept_turns(d, mask, Rejection("turn", 0.9, 1.15)) == [[1, 1, 0, 0, 0]]  # e^.1 and e^.2
+    assert kept_turns(d, mask, Rejection("turn_mean", None, 0.01, "k2")) == [[1, 1, 0, 0, 0]]  # .005 and .04
+    assert kept_turns(d, mask, Rejection("turn_max", None, 0.05, "k2")) == [[1, 1, 0, 0, 0]]  # .005 and .08
+    assert kept_turns(d, mask, Rejection("turn_max", None, 0.09, "k2")) == [[1, 1, 0, 1, 1]]
+
+
+def kept_turns(d, mask, rule):
+    return correct(d, mask, Correction(rejections=(rule,))).keep_mask.int().tolist()
+
+
+def test_rules_are_joined_by_and():
+    both = (Rejection("sequence_min", 0.1), Rejection("sequence_max", None, 0.4, "k2"))
+    result = correct(D, MASK, Correction(rejections=both))
+    assert result.keep_mask.int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
+    assert result.rejected_low.int().tolist() == [[0] * 4, [0] * 4, [1, 1, 1, 0]]
+
+
+RULES = [
+    Rejection(level, None, 1e6, statistic)
+    for statistic in STATISTICS
+    for level in (RATIO_LEVELS if statistic == "ratio" else STATISTIC_LEVELS)
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_rejections_meet_hostile_input(rule):
+    assert kept(rule) == ALL
+    # poisoned padding and unscored tokens change nothing, an infinite token rejects its scope and no other completion
+    poisoned = torch.where(MASK.bool(), D, NAN)
+    poisoned[0, 1] = NAN
+    assert kept(rule, poisoned) == ALL
+    for value in (INF, -INF):
+        bad = D.clone()
+        bad[0, 2] = value
+        rows = kept(rule, bad)
+        assert rows[0][2] == 0 and rows[1:] == ALL[1:]
+        assert rows[0][:2] == ([1, 1] if rule.level in ("token", "prefix") else [0, 0])
+    assert not correct(D, MASK * 0, Correction(rejections=(rule,)), sampling=SAMPLING2).keep_mask.any()
+
+
+def test_a_completion_without_a_scored_token_is_not_judged():
+    d = torch.full((1, 3), NAN)
+    for rule in (
+        Rejection("sequence_mean", 0.5, None, "k3"),
+        Rejection("sequence_min", 5.0),
+        Rejection("token", 0.5, 1.0, "k2"),
+    ):
+        assert correct(d, torch.ones(1, 3), Correction(rejections=(rule,))).keep_mask.all(), rule.name
+
+
+def test_rules_that_need_the_engine_s_log_probs_say_so():
+    with pytest.raises(ValueError, match="rejection by tv needs .*pass `sampling`"):
+        correct(D, MASK, Correction(rejections=(Rejection("token", None, 0.5, "tv"),)))
+
+
+def test_rules_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="statistic is 'k4'. Expected one of ratio, k1"):
+        Rejection("token", None, 1.0, "k4")
+    with pytest.raises(ValueError, match="level of k3 is 'geometric'. Expected one of token, turn_mean"):
+        Rejection("geometric", None, 1.0, "k3")
+    with pytest.raises(ValueError, match="k3/token needs a lower or an upper bound"):
+        Rejection("token", statistic="k3")
+    with pytest.raises(ValueError, match="k2/token: the lower bound is -1"):
+        Rejection("token", -1.0, 1.0, "k2")
+    assert Rejection("token", -1.0, 1.0, "k1").lower == -1.0  # k1 is signed
+
+
 @pytest.mark.parametrize(
     ("lower", "upper", "message"),
     [
@@ -255,7 +419,7 @@ def test_impossible_bounds_are_refused(lower, upper, message):
 def test_unknown_names_and_missing_bounds_are_refused():
     with pytest.raises(ValueError, match="Expected one of none, truncate, mask, reject"):
         Correction("token", "clip", None, 2.0)
-    with pytest.raises(ValueError, match="Expected one of token, sequence, geometric"):
+    with pytest.raises(ValueError, match="Expected one of token, sequence, geometric, prefix, turn"):
         Correction("batch", "mask", None, 2.0)
     with pytest.raises(ValueError, match="token_truncate needs a lower or an upper bound"):
         Correction("token", "truncate")
@@ -271,6 +435,7 @@ def test_presets_hold_the_published_numbers():
         "seq_mis": ("sequence", "mask", None, 3.0),
         "geo_mis": ("geometric", "mask", 0.99, 1.01),
         "tis_geo_rs": ("token", "truncate", 0.5, 1.5),
+        "prefix_tis": ("prefix", "truncate", None, 2.0),
     }
     assert {name: (c.level, c.action, c.lower, c.upper) for name, c in PRESETS.items()} == published
     assert PRESETS["tis_geo_rs"].rejections == (Rejection("geometric", 0.99, 1.001),)

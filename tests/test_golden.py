@@ -105,6 +105,39 @@ def test_rejected_sequences(name, rejection):
     assert result.keep_mask.int().tolist() == out["mask"]
 
 
+LOG_HALF, LOG_TWO = math.log(0.5), math.log(2.0)
+GOLDEN_RULES = {
+    "A_rs_token_k2_0.4": Rejection("token", None, 0.4, "k2"),
+    "A_rs_token_k3_0.3": Rejection("token", None, 0.3, "k3"),
+    # verl gives k1 rules bounds whose logs bound k1; ours bound k1
+    "A_rs_seq_sum_k1_0.5_2": Rejection("sequence_sum", LOG_HALF, LOG_TWO, "k1"),
+    "A_rs_seq_sum_k2_1": Rejection("sequence_sum", None, 1.0, "k2"),
+    "A_rs_seq_sum_k3_1": Rejection("sequence_sum", None, 1.0, "k3"),
+    "A_rs_seq_mean_k1_0.9_1.1": Rejection("sequence_mean", math.log(0.9), math.log(1.1), "k1"),
+    "A_rs_seq_mean_k2_0.15": Rejection("sequence_mean", None, 0.15, "k2"),
+    "A_rs_seq_mean_k3_0.1": Rejection("sequence_mean", None, 0.1, "k3"),
+    "A_rs_seq_max_k2_0.6": Rejection("sequence_max", None, 0.6, "k2"),
+    "A_rs_seq_max_k3_0.4": Rejection("sequence_max", None, 0.4, "k3"),
+    "B_asymmetric_token_k1_0.5_5": Rejection("token", LOG_HALF, math.log(5.0), "k1"),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_RULES)
+def test_rejection_rules(name):
+    result, _, _, out = run(name, Correction(rejections=(GOLDEN_RULES[name],)))
+    assert result.keep_mask.int().tolist() == out["mask"]
+
+
+def test_a_chain_of_rules():
+    case = GOLDEN["A_rs_chain_token_k1_seq_max_k3"]["kwargs"]
+    assert case["rollout_rs"].replace(" ", "") == "token_k1,seq_max_k3"
+    k1_bounds, k3_bound = (part.strip() for part in case["rollout_rs_threshold"].split(","))
+    low, high = (math.log(float(bound)) for bound in k1_bounds.split("_"))
+    rules = (Rejection("token", low, high, "k1"), Rejection("sequence_max", None, float(k3_bound), "k3"))
+    result, _, _, out = run("A_rs_chain_token_k1_seq_max_k3", Correction(rejections=rules))
+    assert result.keep_mask.int().tolist() == out["mask"]
+
+
 def test_token_rejection_with_truncated_weights():
     # symmetric bounds .5 ... 2 are their own inverse: here the orientation does not show
     correction = Correction("token", "truncate", None, 2.0, rejections=(Rejection("token", 0.5, 2.0),))

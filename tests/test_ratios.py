@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from trl_consistent.ratios import check_shapes, level_log_ratio, mismatch_log_ratio, scored_tokens
+from trl_consistent.ratios import check_shapes, level_log_ratio, mismatch_log_ratio, scored_tokens, turn_index
 
 
 NAN, INF = math.nan, math.inf
@@ -47,6 +47,32 @@ def test_levels():
     assert level_log_ratio(d, mask, "geometric")[:, 0].tolist() == pytest.approx([-0.2, -0.05, 0.0], abs=1e-6)
 
 
+def test_prefix_is_the_running_product():
+    d = torch.tensor([[0.2, NAN, -1.0, 0.2, 5.0]])
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    expected = [0.2, 0.2, -0.8, -0.6, 0.0]  # the unscored token adds nothing, padding is 0
+    assert level_log_ratio(d, mask, "prefix")[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_tool_tokens_separate_turns():
+    #                      turn 1   tool     turn 2  tool  turn 3  padding
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0], [0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0]])
+    assert turn_index(mask).tolist() == [[1, 1, 0, 0, 2, 2, 2, 0, 3, 0, 0], [0, 1, 0, 2, 2, 0, 0, 0, 0, 0, 0]]
+    d = torch.tensor([[0.1, 0.3, 9.0, 9.0, 0.6, NAN, 0.2, 9.0, -1.0, 9.0, 9.0], [9.0, 0.5] + [0.0] * 9])
+    # means .2, (.6 + .2) / 2 scored, -1; second row .5 and 0
+    expected = [[0.2, 0.2, 0, 0, 0.4, 0.4, 0.4, 0, -1, 0, 0], [0, 0.5] + [0] * 9]
+    got = level_log_ratio(d, mask, "turn")
+    assert got.tolist() == [pytest.approx(row, abs=1e-6) for row in expected]
+
+
+def test_one_turn_is_the_whole_completion():
+    generator = torch.Generator().manual_seed(1)
+    d = torch.randn(3, 5, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
+    turn = level_log_ratio(d, mask, "turn")
+    torch.testing.assert_close(turn, level_log_ratio(d, mask, "geometric").expand_as(d) * mask)
+
+
 def test_low_precision_is_upcast_before_subtracting():
     old, sampling = torch.tensor([[-8.0]], dtype=torch.bfloat16), torch.tensor([[-8.0625]], dtype=torch.bfloat16)
     d = mismatch_log_ratio(old, sampling, torch.ones(1, 1))
@@ -67,4 +93,4 @@ def test_one_dimensional_and_unequal_shapes_are_refused():
 
 def test_unknown_level_lists_the_valid_ones():
     with pytest.raises(ValueError, match="token, sequence, geometric"):
-        level_log_ratio(OLD, MASK, "turn")
+        level_log_ratio(OLD, MASK, "batch")

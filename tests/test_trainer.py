@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from trl_consistent import PRESETS, Correction, correct, mismatch_log_ratio
+from trl_consistent import PRESETS, Correction, _compat, correct, mismatch_log_ratio
+from trl_consistent.config import MODES
 
 from .tiny import dataset
 from .training import LOSS_TYPES, ConsistentGRPOTrainer, build, noise, synthetic_engine, train
@@ -201,12 +202,23 @@ def test_everything_rejected_is_loss_zero_gradient_zero_and_a_warning(tiny_model
     assert all((gradient == 0).all() for gradient in kept.gradients[0].values())
 
 
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_rejections_act_on_top_of_trl_s_own_modes(tiny_model, tmp_path, mode):
+    def plant(ids, logps, seen=[]):  # noqa: B006 - counts completions
+        seen.append(None)
+        return [logps[0] - 0.5, *logps[1:]] if len(seen) % 2 else logps
+
+    options = {"vllm_importance_sampling_mode": mode, "correction_rejections": {"tv/sequence_max": [None, 1e-4]}}
+    trainer = trainer_with(tiny_model, tmp_path, plant=plant, **options)
+    batch = batch_of(trainer)
+    assert batch["tool_mask"].any(dim=1).tolist() == [False, True] * 4
+    assert batch["num_items_in_batch"] == batch["tool_mask"].sum()
+
+
 # --- levels and losses TRL does not have -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mode", ["geometric_truncate", "geometric_mask", "token_reject", "sequence_reject", "geometric_reject"]
-)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in _compat.TRL_MODES])
 def test_extended_modes_train(tiny_model, tmp_path, mode):
     kept = train(
         ConsistentGRPOTrainer,

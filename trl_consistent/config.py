@@ -2,18 +2,18 @@
 """`ConsistentGRPOConfig`, and the correction a config (ours or a plain `GRPOConfig`) stands for."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trl import GRPOConfig
 
-from ._compat import TRL_MODES
-from .corrections import PRESETS, Correction
+from .corrections import ACTIONS, PRESETS, Correction, Rejection
+from .ratios import LEVELS
 
 
 logger = logging.getLogger(__name__)
 
-MODES = (*TRL_MODES, "geometric_truncate", "geometric_mask", "token_reject", "sequence_reject", "geometric_reject")
+MODES = tuple(f"{level}_{action}" for action in ACTIONS if action != "none" for level in LEVELS)
 """Values of `vllm_importance_sampling_mode`: `<level>_<action>`."""
 
 VERIFY_SYNC = ("off", "first", "every")
@@ -62,12 +62,35 @@ def correction_of(args: Any) -> Correction | None:
     """
     preset = getattr(args, "correction", None)
     if preset is not None:
-        return PRESETS[preset]
-    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        correction = PRESETS[preset]
+    elif args.use_vllm and args.vllm_importance_sampling_correction:
+        one_of("vllm_importance_sampling_mode", args.vllm_importance_sampling_mode, MODES)
+        level, action = args.vllm_importance_sampling_mode.split("_")
+        bounds = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+        correction = Correction(level, action, *bounds)
+    else:
         return None
-    one_of("vllm_importance_sampling_mode", args.vllm_importance_sampling_mode, MODES)
-    level, action = args.vllm_importance_sampling_mode.split("_")
-    return Correction(level, action, args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+    rules = rejections_of(getattr(args, "correction_rejections", None) or {})
+    return replace(correction, rejections=correction.rejections + rules)
+
+
+def rejections_of(rules: dict[str, Any]) -> tuple[Rejection, ...]:
+    """The rejections that `correction_rejections` spells as `{"<statistic>/<level>": [lower, upper]}`.
+
+    Raises:
+        `ValueError`: names the rule that is not of this form.
+    """
+    rejections = []
+    for name, bounds in rules.items():
+        statistic, _, level = name.partition("/")
+        pair = isinstance(bounds, list | tuple) and len(bounds) == 2
+        if not pair or not all(bound is None or isinstance(bound, int | float) for bound in bounds):
+            raise ValueError(
+                f"`correction_rejections` maps {name!r} to {bounds!r}. Expected [lower, upper], null for an open bound."
+            )
+        lower, upper = (None if bound is None else float(bound) for bound in bounds)
+        rejections.append(Rejection(level, lower, upper, statistic))
+    return tuple(rejections)
 
 
 @dataclass
@@ -76,17 +99,23 @@ class ConsistentGRPOConfig(GRPOConfig):
     Configuration class for the [`ConsistentGRPOTrainer`].
 
     Everything [`~trl.GRPOConfig`] has is inherited with its default; with the fields below unset, training is that of
-    `GRPOTrainer`, bit for bit. `vllm_importance_sampling_mode` takes five more values: `"geometric_truncate"`,
-    `"geometric_mask"`, `"token_reject"`, `"sequence_reject"` and `"geometric_reject"`.
+    `GRPOTrainer`, bit for bit. `vllm_importance_sampling_mode` takes any of the levels `token`, `sequence`, `geometric`,
+    `prefix` and `turn` with any of the actions `truncate`, `mask` and `reject`, as `"<level>_<action>"`.
 
     Parameters:
         > Parameters that control the correction of training-inference mismatch
 
         correction (`str`, *optional*):
             Name of a published correction, a key of `PRESETS`: `"none"` (measure only), `"tis"`, `"tis_two_sided"`,
-            `"icepop"`, `"seq_tis"`, `"seq_mis"`, `"geo_mis"` or `"tis_geo_rs"`. Sets
+            `"icepop"`, `"seq_tis"`, `"seq_mis"`, `"geo_mis"`, `"tis_geo_rs"` or `"prefix_tis"`. Sets
             `vllm_importance_sampling_correction`, `vllm_importance_sampling_mode` and both clip bounds, and refuses to
             contradict one that was set to something else. `None` leaves TRL's own fields in charge.
+
+        correction_rejections (`dict[str, list[float | None]]`, *optional*):
+            Rules by which tokens, turns or completions leave the loss mask, on top of the correction:
+            `{"<statistic>/<level>": [lower, upper]}`, for example `{"k3/sequence_mean": [null, 0.01],
+            "ratio/sequence_min": [1e-4, null]}`. What stays passes all of them. [`Rejection`] lists the statistics and
+            levels; bounds are on the statistic itself, inclusive, `null` is open.
 
         > Parameters that control the rollout engine
 
@@ -99,14 +128,21 @@ class ConsistentGRPOConfig(GRPOConfig):
             `"first"` or `"every"`. Weights that did not arrive, or arrived as garbage, raise.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["rollout_engine_kwargs"]
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["correction_rejections", "rollout_engine_kwargs"]
 
     correction: str | None = field(
         default=None,
         metadata={
             "help": "Name of a published correction of training-inference mismatch: 'none' (measure only), 'tis', "
-            "'tis_two_sided', 'icepop', 'seq_tis', 'seq_mis', 'geo_mis' or 'tis_geo_rs'. Sets the "
+            "'tis_two_sided', 'icepop', 'seq_tis', 'seq_mis', 'geo_mis', 'tis_geo_rs' or 'prefix_tis'. Sets the "
             "`vllm_importance_sampling_*` fields. Unset leaves TRL's own fields in charge."
+        },
+    )
+    correction_rejections: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Rules by which tokens, turns or completions leave the loss mask, as JSON: "
+            "'{\"<statistic>/<level>\": [lower, upper]}', for example '{\"k3/sequence_mean\": [null, 0.01]}'."
         },
     )
     rollout_engine_kwargs: dict | str | None = field(
@@ -131,7 +167,15 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
         one_of("rollout_verify_sync", self.rollout_verify_sync, VERIFY_SYNC)
         super().__post_init__()
+        for name in ("correction_rejections", "rollout_engine_kwargs"):
+            if isinstance(getattr(self, name), str):  # TRL has parsed it if it was a JSON object
+                raise ValueError(f"`{name}` must be a JSON object, got {getattr(self, name)!r}.")
         correction = correction_of(self)  # checks the bounds
+        if self.correction_rejections and not (self.use_vllm and self.vllm_importance_sampling_correction):
+            raise ValueError(
+                f"`correction_rejections={self.correction_rejections}` needs a correction to go with: set `use_vllm=True` "
+                "and a `correction` other than 'none', or leave it unset."
+            )
         if correction is not None and correction.action != "none" and self.loss_type == "vespo":
             if correction.level != "token" or correction.action == "reject":
                 raise ValueError(
@@ -139,8 +183,6 @@ class ConsistentGRPOConfig(GRPOConfig):
                     f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}`"
                     + (f" (from `correction={self.correction!r}`)." if self.correction else ".")
                 )
-        if isinstance(self.rollout_engine_kwargs, str):  # TRL has parsed it if it was a JSON object
-            raise ValueError(f"`rollout_engine_kwargs` must be a JSON object, got {self.rollout_engine_kwargs!r}.")
         for key in self.rollout_engine_kwargs or {}:
             if key in _ENGINE_KEYS_OF_TRL:
                 raise ValueError(f"`rollout_engine_kwargs` must not contain {key!r}: {_ENGINE_KEYS_OF_TRL[key]}.")

@@ -12,43 +12,88 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from .ratios import LEVELS, MAX_LOG_RATIO, check_shapes, level_log_ratio
+from .kl import kl_k1, kl_k2, kl_k3
+from .ratios import (
+    LEVELS,
+    MAX_LOG_RATIO,
+    check_shapes,
+    level_log_ratio,
+    scored_tokens,
+    turn_index,
+    turn_sums,
+)
 
 
 ACTIONS = ("none", "truncate", "mask", "reject")
 
+STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "exp_abs")
+"""What a rejection can look at; see [`Rejection`]."""
 
-def check_bounds(owner: str, lower: float | None, upper: float | None) -> None:
-    """Refuses bounds that no ratio can satisfy: NaN, negative, or `lower >= upper`.
+RATIO_LEVELS = (*LEVELS, "sequence_min", "sequence_max")
+STATISTIC_LEVELS = ("token", "turn_mean", "turn_max", "sequence_sum", "sequence_mean", "sequence_max")
+
+
+def check_bounds(owner: str, lower: float | None, upper: float | None, signed: bool = False) -> None:
+    """Refuses bounds that nothing can satisfy: NaN, `lower >= upper`, or, unless `signed`, negative.
 
     Raises:
         `ValueError`: names `owner`, the bound and the value.
     """
     for name, value in (("lower", lower), ("upper", upper)):
-        if value is not None and not value >= 0:  # also catches NaN
-            raise ValueError(f"{owner}: the {name} bound is {value}, but a ratio is never negative or NaN.")
+        if value is not None and not (value >= 0 or (signed and value < 0)):  # also catches NaN
+            raise ValueError(f"{owner}: the {name} bound is {value}, but what it bounds is never negative or NaN.")
     if lower is not None and upper is not None and lower >= upper:
         raise ValueError(f"{owner}: the lower bound ({lower}) must be less than the upper bound ({upper}).")
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rule on top of a correction: tokens (completions) whose ratio leaves the bounds leave the loss mask.
+    """A rule on top of a correction: tokens (turns, completions) whose statistic leaves the bounds leave the loss mask.
 
-    Bounds are on the ratio, inclusive; `None` is open.
+    Bounds are on the named statistic itself, inclusive; `None` is open. Statistics of a token, with `d` the mismatch
+    log-ratio and `p`, `q` the token's probability under trainer and engine:
+
+    - `ratio`: `exp(d)`;
+    - `k1`, `k2`, `k3`: `-d`, `d^2 / 2` and `exp(d) - 1 - d` (see `kl.py`);
+    - `tv`: `|p - q|`, the total variation between the two on "this token or another";
+    - `binary_kl`: the larger of `KL(p || q)` and `KL(q || p)` on "this token or another", as in KPop;
+    - `exp_abs`: `exp(|d|)`, the multiplicative error of NeMo-RL.
+
+    Example:
+
+    ```python
+    >>> Rejection("sequence_mean", upper=0.01, statistic="k3")
+    >>> Rejection("sequence_min", lower=1e-4)  # one catastrophic token vetoes its completion
+    ```
     """
 
     level: str
-    """Ratio the rule looks at: `token`, `sequence` (product) or `geometric` (length-normalised product)."""
+    """For `ratio`: `token`, `sequence`, `geometric`, `prefix`, `turn` as for a correction, or the smallest and largest
+    token ratio of a completion, `sequence_min` and `sequence_max`. For the others: `token`, or the mean or maximum over
+    a turn, or the sum, mean or maximum over a completion: `turn_mean`, `turn_max`, `sequence_sum`, ..."""
     lower: float | None = None
-    """Smallest ratio that is kept."""
+    """Smallest value that is kept."""
     upper: float | None = None
-    """Largest ratio that is kept."""
+    """Largest value that is kept."""
+    statistic: str = "ratio"
+    """One of [`STATISTICS`]."""
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"Rejection level is {self.level!r}. Expected one of {', '.join(LEVELS)}.")
-        check_bounds(f"Rejection at level {self.level}", self.lower, self.upper)
+        if self.statistic not in STATISTICS:
+            raise ValueError(f"Rejection statistic is {self.statistic!r}. Expected one of {', '.join(STATISTICS)}.")
+        levels = RATIO_LEVELS if self.statistic == "ratio" else STATISTIC_LEVELS
+        if self.level not in levels:
+            raise ValueError(
+                f"Rejection level of {self.statistic} is {self.level!r}. Expected one of {', '.join(levels)}."
+            )
+        check_bounds(f"Rejection {self.name}", self.lower, self.upper, signed=self.statistic == "k1")
+        if self.lower is None and self.upper is None:
+            raise ValueError(f"Rejection {self.name} needs a lower or an upper bound, got neither.")
+
+    @property
+    def name(self) -> str:
+        """`<statistic>/<level>`, the key of `correction_rejections`."""
+        return f"{self.statistic}/{self.level}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +110,8 @@ class Correction:
     """
 
     level: str = "token"
-    """`token` (each token's ratio), `sequence` (their product) or `geometric` (its length-normalised form)."""
+    """`token` (each token's ratio), `sequence` (their product), `geometric` (its length-normalised form), `prefix` (the
+    product up to the token) or `turn` (geometric over a turn)."""
     action: str = "none"
     """`none` (weight 1), `truncate` (clamp), `mask` (weight 0 outside) or `reject` (leaves the loss mask)."""
     lower: float | None = None
@@ -118,8 +164,14 @@ PRESETS: dict[str, Correction] = {
         rejections=(Rejection("geometric", 0.99, 1.001),),
         source="slime mismatch report, runs (2) and (3)",
     ),
+    "prefix_tis": Correction(
+        "prefix", "truncate", None, 2.0, source="per-decision importance sampling (Precup et al., 2000), truncated"
+    ),
 }
 """The published corrections by name."""
+
+# The smallest 1 - p that float32 can tell from 0 near p = 1.
+_RESOLUTION = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -155,8 +207,75 @@ def _outside(
     return ratio, low, high
 
 
+def _bernoulli_kl(log_p: Float[Tensor, "B T"], log_q: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    rest_p, rest_q = (-torch.expm1(x) for x in (log_p, log_q))
+    rest_p, rest_q = rest_p.clamp(min=_RESOLUTION), rest_q.clamp(min=_RESOLUTION)
+    # KL(p || q) = p log(p/q) + (1-p) log((1-p)/(1-q))
+    return log_p.exp() * (log_p - log_q) + rest_p * (rest_p.log() - rest_q.log())
+
+
+def token_statistic(
+    d: Float[Tensor, "B T"], statistic: str, sampling: Float[Tensor, "B T"] | None
+) -> Float[Tensor, "B T"]:
+    """A statistic of [`Rejection`] for each token; `d` must be finite, `sampling` is needed for `tv` and `binary_kl`."""
+    if statistic in ("ratio", "exp_abs"):
+        return torch.exp(d if statistic == "ratio" else d.abs())
+    if statistic in ("k1", "k2", "k3"):
+        estimator = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[statistic]
+        return estimator(d, torch.ones_like(d))
+    if sampling is None:
+        raise ValueError(f"A rejection by {statistic} needs the log-probs of the engine: pass `sampling`.")
+    old = sampling + d
+    if statistic == "tv":
+        return (old.exp() - sampling.exp()).abs()
+    return torch.maximum(_bernoulli_kl(old, sampling), _bernoulli_kl(sampling, old))
+
+
+def _violations(
+    d: Float[Tensor, "B T"], inside: Bool[Tensor, "B T"], rule: Rejection, sampling: Float[Tensor, "B T"] | None
+) -> tuple[Bool[Tensor, "B #T"], Bool[Tensor, "B #T"]]:
+    """Where a rejection finds its statistic below and above the bounds; infinite log-ratios are above any."""
+    if rule.statistic == "ratio" and rule.level in LEVELS:
+        _, low, high = _outside(d, inside, rule.level, rule.lower, rule.upper)
+        return low, high
+    scored = scored_tokens(d, inside)
+    untrusted = torch.isinf(d) & inside
+    usable = scored & ~untrusted
+    known = None if sampling is None else torch.where(usable, sampling.detach().float(), 0.0)
+    x = torch.where(usable, token_statistic(torch.where(usable, d, 0.0), rule.statistic, known), 0.0)
+    scope, _, aggregate = rule.level.partition("_")
+    counted = usable  # where there is something to judge
+    if scope == "sequence":
+        untrusted, counted = untrusted.any(dim=-1, keepdim=True), usable.any(dim=-1, keepdim=True)
+        if aggregate in ("sum", "mean"):
+            x = x.sum(dim=-1, keepdim=True)
+            x = x / usable.sum(dim=-1, keepdim=True).clamp(min=1) if aggregate == "mean" else x
+        elif aggregate == "max":
+            x = torch.where(usable, x, -math.inf).amax(dim=-1, keepdim=True)
+        else:
+            x = torch.where(usable, x, math.inf).amin(dim=-1, keepdim=True)
+    elif scope == "turn":
+        turns = turn_index(inside)
+        untrusted = turn_sums(untrusted.to(x.dtype), turns) > 0
+        number = turn_sums(usable.to(x.dtype), turns)
+        counted = number > 0
+        if aggregate == "mean":
+            x = turn_sums(x, turns) / number.clamp(min=1)
+        else:
+            filled = torch.where(usable, x, -math.inf)
+            largest = filled.new_full((x.shape[0], x.shape[1] + 1), -math.inf)
+            x = largest.scatter_reduce(1, turns, filled, "amax").gather(1, turns)
+    low = torch.zeros_like(counted) if rule.lower is None else counted & (x < rule.lower)
+    high = torch.zeros_like(counted) if rule.upper is None else counted & (x > rule.upper)
+    return low, high | untrusted
+
+
 def correct(
-    mismatch_log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], correction: Correction
+    mismatch_log_ratio: Float[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
+    correction: Correction,
+    *,
+    sampling: Float[Tensor, "B T"] | None = None,
 ) -> CorrectionResult:
     """Weights and keep-mask of a correction.
 
@@ -169,6 +288,8 @@ def correct(
             `completion_mask * tool_mask`; any dtype, non-zero is in.
         correction ([`Correction`]):
             Level, action, bounds and rejections.
+        sampling (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Log-probs (nats) the engine sampled with; only rejections by `tv` and `binary_kl` need them.
 
     Returns:
         [`CorrectionResult`], detached. With the four modes TRL has, `weights` equals TRL's ratio bit for bit.
@@ -197,7 +318,7 @@ def correct(
 
     rejected_low, rejected_high = (low, high) if correction.action == "reject" else (none, none)
     for rule in correction.rejections:
-        _, rule_low, rule_high = _outside(d, inside, rule.level, rule.lower, rule.upper)
+        rule_low, rule_high = _violations(d, inside, rule, sampling)
         rejected_low = rejected_low | (rule_low & inside)
         rejected_high = rejected_high | (rule_high & inside)
     keep_mask = inside & ~rejected_low & ~rejected_high

@@ -10,11 +10,11 @@ Shapes: B completions, T completion tokens.
 import math
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "sequence", "geometric", "prefix", "turn")
 
 MAX_LOG_RATIO = 40.0
 """Where a ratio saturates: e^40 squared still fits in float32, and a ratio beyond it says nothing more."""
@@ -74,26 +74,55 @@ def scored_tokens(d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> Bool[
     return mask.bool() & ~torch.isnan(d)
 
 
+def turn_index(mask: Shaped[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Numbers the turns of a completion: contiguous runs of model tokens, which tool tokens separate.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`, int64: 1 for the tokens of the first turn, 2 for the second, ...
+
+    Masked positions: 0.
+    """
+    inside = mask.bool()
+    before = torch.nn.functional.pad(inside[:, :-1], (1, 0))
+    return (inside & ~before).cumsum(dim=-1) * inside
+
+
+def turn_sums(x: Float[Tensor, "B T"], turns: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """The sum of `x` over the turn each token is in; `turns` is what [`turn_index`] returned. Meaningless outside."""
+    sums = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_add(1, turns, x)
+    return sums.gather(1, turns)
+
+
 def level_log_ratio(d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], level: str) -> Float[Tensor, "B #T"]:
-    """Log of the ratio at a level: `d_t` (token), `sum_t d_t` (sequence) or `mean_t d_t` (geometric).
+    """Log of the ratio at a level: `d_t` (token), `sum_t d_t` (sequence), `mean_t d_t` (geometric), `sum_{s<=t} d_s`
+    (prefix) or the mean over the token's turn (turn).
 
     `sequence` is the product of token ratios, the exact importance weight of a completion; its spread grows with the
-    length. `geometric` divides by the number of scored tokens, so that completions of all lengths are comparable.
+    length. `geometric` divides by the number of scored tokens, so that completions of all lengths are comparable, and
+    `turn` does so for each contiguous run of model tokens. `prefix` is the product up to and including the token: exact
+    for what the token's state and choice are weighted with, at less spread than `sequence`.
 
     Args: `d` is what [`mismatch_log_ratio`] returned; `mask` as there.
 
     Returns:
-        `torch.Tensor`, float32: `(B, T)` for `token`, `(B, 1)` otherwise. Unscored tokens count as `d = 0`. Not finite
-        where a token in reach is not.
+        `torch.Tensor`, float32: `(B, 1)` for `sequence` and `geometric`, else `(B, T)`. Unscored tokens count as
+        `d = 0`. Not finite where a token in reach is not.
 
     Sign: positive when the trainer finds the token (completion) likelier.
     Masked positions: 0; a row without tokens has log-ratio 0.
-    Source: sequence product and geometric mean as in https://huggingface.co/papers/2507.18071, eq. 5-7.
+    Source: sequence product and geometric mean as in https://huggingface.co/papers/2507.18071, eq. 5-7; prefix is
+    per-decision importance sampling (Precup, Sutton and Singh, 2000).
     """
     scored = scored_tokens(d, mask)
     d = torch.where(scored, d, 0.0)
     if level == "token":
         return d
+    if level == "prefix":
+        return torch.where(mask.bool(), d.cumsum(dim=-1), 0.0)
+    if level == "turn":
+        turns = turn_index(mask)
+        mean = turn_sums(d, turns) / turn_sums(scored.to(d.dtype), turns).clamp(min=1)
+        return torch.where(turns > 0, mean, 0.0)
     # The sum runs over the zero-filled row, in the order of TRL's own sum, so that both agree bit for bit.
     total = d.sum(dim=-1, keepdim=True)
     if level == "sequence":

@@ -80,7 +80,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         self._correction = correction_of(self.args)
         preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
         known_to_trl = mode in _compat.TRL_MODES
-        self._replaces_ratio = self._correction is not None and (preset not in (None, "none") or not known_to_trl)
+        self._replaces_ratio = self._correction is not None and (
+            preset not in (None, "none") or not known_to_trl or bool(self._correction.rejections)
+        )
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
             if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
                 info = self.vllm_generation.vllm_client.get_server_info()
@@ -105,7 +107,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if correction is None or "importance_sampling_ratio" not in output:
             self._record(stats)
             return output
-        result = correct(mismatch_log_ratio(old, sampling, mask), mask, correction)
+        result = correct(mismatch_log_ratio(old, sampling, mask), mask, correction, sampling=sampling)
         if not self._replaces_ratio:  # what counts is the ratio TRL will use
             weights = output["importance_sampling_ratio"].expand_as(result.weights)
             result = replace(result, weights=torch.where(result.keep_mask, weights, 1.0))
