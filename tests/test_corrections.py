@@ -15,6 +15,7 @@ from trl_consistent.corrections import (
     Correction,
     Rejection,
     correct,
+    token_statistic,
 )
 from trl_consistent.ratios import LEVELS, mismatch_log_ratio
 
@@ -322,11 +323,14 @@ def test_binary_kl_is_the_larger_of_both_directions():
 
 def test_binary_kl_of_sure_tokens_is_finite():
     # both sides round to probability 1
-    correction = Correction(rejections=(Rejection("token", None, 1e-3, "binary_kl"),))
-    keep = correct(
-        torch.tensor([[0.0, -1e-7]]), torch.ones(1, 2), correction, sampling=torch.tensor([[0.0, 0.0]])
-    ).keep_mask
-    assert keep.all()
+    d, sampling = torch.tensor([[0.0, -1e-7]]), torch.tensor([[0.0, 0.0]])
+    values = token_statistic(d, "binary_kl", sampling)
+    assert torch.isfinite(values).all() and (values.abs() < 1e-5).all()
+
+
+def test_bounds_of_a_statistic_are_inclusive():
+    d = torch.tensor([[-0.5, 0.25, 0.0]])  # k1 .5 -.25 0
+    assert correct(d, torch.ones(1, 3), Correction(rejections=(Rejection("token", -0.25, 0.5, "k1"),))).keep_mask.all()
 
 
 def test_turns_are_rejected_alone():
@@ -375,6 +379,7 @@ def test_rejections_meet_hostile_input(rule):
 def test_a_completion_without_a_scored_token_is_not_judged():
     d = torch.full((1, 3), NAN)
     for rule in (
+        Rejection("turn_mean", 0.5, None, "k3"),
         Rejection("sequence_mean", 0.5, None, "k3"),
         Rejection("sequence_min", 5.0),
         Rejection("token", 0.5, 1.0, "k2"),
