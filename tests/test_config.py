@@ -16,6 +16,7 @@ def config(tmp_path, **kwargs):
 
 
 OUR_FIELDS = {
+    "correction_normalize": "none",
     "correction": None,
     "correction_rejections": None,
     "rollout_engine_kwargs": None,
@@ -272,6 +273,15 @@ def test_rejections_of_the_wrong_form_are_refused(tmp_path, rules, message):
 def test_rejections_without_a_correction_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="`correction_rejections=.*needs a correction"):
         config(tmp_path, correction_rejections={"k3/token": [None, 1]}, **options)
+
+
+def test_normalization_reaches_the_correction_and_needs_one(tmp_path):
+    args = config(tmp_path, use_vllm=True, correction="tis", correction_normalize="sequence")
+    assert correction_of(args).normalize == "sequence"
+    with pytest.raises(ValueError, match="`correction_normalize` is 'batch'. Expected one of: none, token, sequence"):
+        config(tmp_path, use_vllm=True, correction="tis", correction_normalize="batch")
+    with pytest.raises(ValueError, match="`correction_normalize='token'` needs a correction"):
+        config(tmp_path, use_vllm=True, correction="none", correction_normalize="token")
 
 
 def test_dict_options_are_declared_for_the_command_line():

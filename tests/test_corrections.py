@@ -15,6 +15,7 @@ from trl_consistent.corrections import (
     Correction,
     Rejection,
     correct,
+    normalized,
     token_statistic,
 )
 from trl_consistent.ratios import LEVELS, mismatch_log_ratio
@@ -261,6 +262,14 @@ def test_prefix_weights_are_unbiased_for_what_each_token_earns():
         weights = correct(d, mask, Correction(level, "mask")).weights
         estimate = (mu.sum(-1).exp()[:, None] * weights * f).sum()
         assert (abs(estimate - exact) < 1e-6) == unbiased, level
+
+
+def test_normalized_weights_leave_the_rest_alone():
+    weights, keep = torch.tensor([[2.0, 1.0, 1.0]]), torch.tensor([[True, True, False]])
+    assert normalized(weights, keep, torch.tensor(1.5)).tolist() == [[pytest.approx(4 / 3), pytest.approx(2 / 3), 1.0]]
+    assert normalized(weights, keep, torch.tensor(0.0)).tolist() == weights.tolist()
+    with pytest.raises(ValueError, match="normalize is 'batch'. Expected one of none, token, sequence"):
+        Correction(normalize="batch")
 
 
 # --- rejections: every statistic, at every level, with asymmetric bounds ---------------------------------------------

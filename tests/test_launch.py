@@ -94,6 +94,9 @@ def test_two_ranks_reduce_sums_and_counts_in_one_collective(tiny_model, tmp_path
         assert log["mismatch/abs_diff/mean"] == pytest.approx((a["abs_diff"][0] + b["abs_diff"][0]) / tokens, rel=1e-5)
         assert log["mismatch/abs_diff/max"] == pytest.approx(max(a["abs_diff_max"][0], b["abs_diff_max"][0]), rel=1e-5)
         assert log["correction/weight/mean"] == pytest.approx((a["weight"][0] + b["weight"][0]) / tokens, rel=1e-5)
+        kept = first["kept"] + second["kept"]
+        assert first["weights"] + second["weights"] == pytest.approx(kept, rel=1e-5), "normalized over both ranks"
+        assert first["weights"] != pytest.approx(first["kept"], rel=1e-5), "and not over each"
         of_means = (first["local_metrics"]["mismatch/k3/mean"] + second["local_metrics"]["mismatch/k3/mean"]) / 2
         assert log["mismatch/k3/mean"] != pytest.approx(of_means, rel=1e-3)
 

@@ -215,6 +215,28 @@ def test_rejections_act_on_top_of_trl_s_own_modes(tiny_model, tmp_path, mode):
     assert batch["num_items_in_batch"] == batch["tool_mask"].sum()
 
 
+@pytest.mark.parametrize("normalize", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ["icepop", "tis_two_sided", "tis_geo_rs", "seq_tis"])
+def test_normalized_weights_have_mean_one_over_what_is_kept(tiny_model, tmp_path, normalize, correction):
+    def plant(ids, logps, seen=[]):  # noqa: B006 - counts completions
+        seen.append(None)
+        if len(seen) % 2:
+            return [lp - 0.02 for lp in logps]  # outside the geometric bounds, long or short
+        return [logps[0] - 0.9, *(lp + 0.9 / max(len(ids) - 1, 1) for lp in logps[1:])]
+
+    options = {"correction": correction, "correction_normalize": normalize}
+    trainer = trainer_with(tiny_model, tmp_path, plant=plant, **options)
+    batch = batch_of(trainer)
+    keep = trainer._loss_mask(batch).bool()
+    weights = torch.where(keep, batch["importance_sampling_ratio"], 0.0)
+    rows = keep.any(1)
+    token_mean = weights.sum() / keep.sum()
+    sequence_mean = (weights.sum(1)[rows] / keep.sum(1)[rows]).mean()
+    assert {"token": token_mean, "sequence": sequence_mean}[normalize].item() == pytest.approx(1, abs=1e-6)
+    trainer.log(logs := {})
+    assert logs["correction/weight/mean"] != pytest.approx(1, abs=1e-3), "there was something to normalize"
+
+
 # --- levels and losses TRL does not have -----------------------------------------------------------------------------
 
 

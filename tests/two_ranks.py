@@ -21,13 +21,20 @@ assert GRPOTrainer.__name__ == "ConsistentGRPOTrainer"
 args = GRPOConfig(
     output, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=8, learning_rate=1e-2,
     logging_steps=1, use_vllm=True, vllm_max_model_length=64, vllm_gpu_memory_utilization=0.1, bf16=False,
-    report_to="tensorboard", save_strategy="no", correction="tis_two_sided",
+    report_to="tensorboard", save_strategy="no", correction="tis_two_sided", correction_normalize="token",
     rollout_engine_kwargs={"dtype": "bfloat16"}, activation_checkpointing=False,
 )  # fmt: skip
 
 
 class Recorder(GRPOTrainer):
     """Keeps each rank's own statistics, and counts collectives, around the merge."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        keep = self._loss_mask(batch).bool()
+        weights = batch["importance_sampling_ratio"][keep]
+        self.seen[-1] |= {"weights": weights.sum().item(), "kept": keep.sum().item()}
+        return batch
 
     def _record(self, stats):
         self.seen.append({"local": {k: v.value.tolist() for k, v in stats.items()}, "local_metrics": finalize(stats)})

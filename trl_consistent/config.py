@@ -7,7 +7,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .corrections import ACTIONS, PRESETS, Correction, Rejection
+from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection
 from .ratios import LEVELS
 
 
@@ -71,7 +71,8 @@ def correction_of(args: Any) -> Correction | None:
     else:
         return None
     rules = rejections_of(getattr(args, "correction_rejections", None) or {})
-    return replace(correction, rejections=correction.rejections + rules)
+    normalize = getattr(args, "correction_normalize", "none")
+    return replace(correction, rejections=correction.rejections + rules, normalize=normalize)
 
 
 def rejections_of(rules: dict[str, Any]) -> tuple[Rejection, ...]:
@@ -117,6 +118,10 @@ class ConsistentGRPOConfig(GRPOConfig):
             "ratio/sequence_min": [1e-4, null]}`. What stays passes all of them. [`Rejection`] lists the statistics and
             levels; bounds are on the statistic itself, inclusive, `null` is open.
 
+        correction_normalize (`str`, *optional*, defaults to `"none"`):
+            Divide the weights by their mean over all ranks, after rejections: `"token"` (mean over kept tokens),
+            `"sequence"` (mean over completions of their mean weight) or `"none"`.
+
         > Parameters that control the rollout engine
 
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
@@ -145,6 +150,13 @@ class ConsistentGRPOConfig(GRPOConfig):
             "'{\"<statistic>/<level>\": [lower, upper]}', for example '{\"k3/sequence_mean\": [null, 0.01]}'."
         },
     )
+    correction_normalize: str = field(
+        default="none",
+        metadata={
+            "help": "Divide the weights by their mean over all ranks, after rejections: 'token' (mean over kept "
+            "tokens), 'sequence' (mean over completions of their mean weight) or 'none'."
+        },
+    )
     rollout_engine_kwargs: dict | str | None = field(
         default=None,
         metadata={
@@ -170,12 +182,15 @@ class ConsistentGRPOConfig(GRPOConfig):
         for name in ("correction_rejections", "rollout_engine_kwargs"):
             if isinstance(getattr(self, name), str):  # TRL has parsed it if it was a JSON object
                 raise ValueError(f"`{name}` must be a JSON object, got {getattr(self, name)!r}.")
+        one_of("correction_normalize", self.correction_normalize, NORMALIZATIONS)
         correction = correction_of(self)  # checks the bounds
-        if self.correction_rejections and not (self.use_vllm and self.vllm_importance_sampling_correction):
-            raise ValueError(
-                f"`correction_rejections={self.correction_rejections}` needs a correction to go with: set `use_vllm=True` "
-                "and a `correction` other than 'none', or leave it unset."
-            )
+        if not (self.use_vllm and self.vllm_importance_sampling_correction):
+            for name, unset in (("correction_rejections", (None, {})), ("correction_normalize", ("none",))):
+                if getattr(self, name) not in unset:
+                    raise ValueError(
+                        f"`{name}={getattr(self, name)!r}` needs a correction to go with: set `use_vllm=True` and a "
+                        "`correction` other than 'none', or leave it unset."
+                    )
         if correction is not None and correction.action != "none" and self.loss_type == "vespo":
             if correction.level != "token" or correction.action == "reject":
                 raise ValueError(

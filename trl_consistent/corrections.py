@@ -25,6 +25,7 @@ from .ratios import (
 
 
 ACTIONS = ("none", "truncate", "mask", "reject")
+NORMALIZATIONS = ("none", "token", "sequence")
 
 STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "exp_abs")
 """What a rejection can look at; see [`Rejection`]."""
@@ -120,6 +121,10 @@ class Correction:
     """Largest ratio inside the bounds."""
     rejections: tuple[Rejection, ...] = ()
     """Further rules; a token stays in the loss only if it passes all of them."""
+    normalize: str = "none"
+    """`token` or `sequence`: divide the weights by their mean over kept tokens (over completions of their mean weight),
+    so that a correction does not change the size of the step. The mean is over all ranks, so the caller divides, see
+    [`normalized`]; `none` leaves the weights alone."""
     source: str = field(default="", compare=False)
     """Where the numbers come from."""
 
@@ -128,6 +133,10 @@ class Correction:
             raise ValueError(f"Correction level is {self.level!r}. Expected one of {', '.join(LEVELS)}.")
         if self.action not in ACTIONS:
             raise ValueError(f"Correction action is {self.action!r}. Expected one of {', '.join(ACTIONS)}.")
+        if self.normalize not in NORMALIZATIONS:
+            raise ValueError(
+                f"Correction normalize is {self.normalize!r}. Expected one of {', '.join(NORMALIZATIONS)}."
+            )
         check_bounds(f"Correction {self.level}_{self.action}", self.lower, self.upper)
         if self.action == "truncate" and self.lower is None and self.upper is None:
             raise ValueError(f"Correction {self.level}_truncate needs a lower or an upper bound, got neither.")
@@ -325,3 +334,19 @@ def correct(
 
     weights = torch.where(keep_mask, weights, 1.0)
     return CorrectionResult(weights, keep_mask, low, high, rejected_low, rejected_high)
+
+
+def normalized(
+    weights: Float[Tensor, "B T"], keep_mask: Bool[Tensor, "B T"], mean: Shaped[Tensor, ""]
+) -> Float[Tensor, "B T"]:
+    """Weights divided by a mean; where that is 0 (everything masked), the weights as they are.
+
+    Args:
+        weights, keep_mask (`torch.Tensor` of shape `(B, T)`): As in [`CorrectionResult`].
+        mean (`torch.Tensor`, 0-dimensional): Mean weight over all ranks, after rejections.
+
+    Masked positions: weight 1.
+    Source: self-normalised importance sampling; `tis_batch_normalize` of slime.
+    """
+    divisor = torch.where(mean > 0, mean, 1.0).to(weights.dtype)
+    return torch.where(keep_mask, weights / divisor, 1.0)

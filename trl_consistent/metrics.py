@@ -187,7 +187,12 @@ METRICS: dict[str, Metric] = {
             "it contributes nothing to the update",
         ),
         Metric(
-            "correction/weight/mean", "ratio", "weight on the policy loss", "mean over kept tokens", (0.9, 1.1), _VERL
+            "correction/weight/mean",
+            "ratio",
+            "weight before normalization",
+            "mean over kept tokens",
+            (0.9, 1.1),
+            _VERL,
         ),
         Metric("correction/weight/std", "ratio", "spread of the weights", "over kept tokens", (None, 1.0), _VERL),
         Metric("correction/weight/max", "ratio", "largest weight", "maximum"),
@@ -261,6 +266,11 @@ def _quantile(counts: list[float], q: float, lowest: float, highest: float) -> f
     return highest
 
 
+# Rows are worked on in blocks of about this many tokens: what is in between stays in a CPU's cache, or small on a GPU.
+_TOKENS_AT_ONCE = {"cpu": 1 << 16}
+_TOKENS_AT_ONCE_ELSEWHERE = 1 << 22
+
+
 def _wide(value: Tensor) -> Tensor:
     """`value` in the type sums are kept in: float64, where the device has it."""
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
@@ -285,6 +295,15 @@ def mismatch_metrics(
     completion with an infinite token enters no sequence statistic. Rows without tokens enter nothing.
     """
     check_shapes(old=old, sampling=sampling, mask=mask)
+    rows = max(_TOKENS_AT_ONCE.get(old.device.type, _TOKENS_AT_ONCE_ELSEWHERE) // max(old.shape[1], 1), 1)
+    blocks = zip(old.split(rows), sampling.split(rows), mask.split(rows), strict=True)
+    return merge(_block_metrics(*block) for block in blocks)
+
+
+def _block_metrics(
+    old: Float[Tensor, "B T"], sampling: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+) -> dict[str, Stat]:
+    """[`mismatch_metrics`] of a few rows."""
     old, sampling = old.detach().float(), sampling.detach().float()
     d = mismatch_log_ratio(old, sampling, mask)
     inside, scored = mask.bool(), scored_tokens(d, mask)
@@ -372,6 +391,7 @@ def correction_metrics(mask: Shaped[Tensor, "B T"], result: CorrectionResult, ac
     kept = result.keep_mask
     weights = _wide(torch.where(kept, result.weights, 0.0))
     none = torch.zeros((), device=weights.device)
+    row_means = weights.sum(dim=-1) / kept.sum(dim=-1).clamp(min=1)
     verb = {"none": "", "truncate": "truncated", "mask": "masked", "reject": ""}[action]
     stats = {
         "correction_tokens": _scalar(mask.bool().sum()),
@@ -379,6 +399,8 @@ def correction_metrics(mask: Shaped[Tensor, "B T"], result: CorrectionResult, ac
         "all_rejected": _scalar(mask.bool().any() & ~kept.any()),
         "weight": _scalar(weights.sum()),
         "weight_squared": _scalar(weights.square().sum()),
+        "kept_sequences": _scalar(kept.any(dim=-1).sum()),
+        "sequence_weight": _scalar(row_means.sum()),
         "weight_max": _scalar(torch.where(kept, weights, -math.inf).amax(), "max"),
         "rejected_low": _scalar(result.rejected_low.sum()),
         "rejected_high": _scalar(result.rejected_high.sum()),

@@ -14,13 +14,17 @@ from trl import GRPOConfig, GRPOTrainer
 
 from . import _compat
 from .config import ConsistentGRPOConfig, correction_of
-from .corrections import Correction, correct
+from .corrections import Correction, correct, normalized
 from .metrics import Stat, correction_metrics, finalize, merge, mismatch_metrics
 from .ratios import mismatch_log_ratio
 from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
 
 
 logger = logging.getLogger(__name__)
+
+
+# Statistics whose quotient is the mean weight, by `Correction.normalize`.
+_MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
 
 
 def _option(args: GRPOConfig | None, name: str) -> Any:
@@ -81,7 +85,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
         known_to_trl = mode in _compat.TRL_MODES
         self._replaces_ratio = self._correction is not None and (
-            preset not in (None, "none") or not known_to_trl or bool(self._correction.rejections)
+            preset not in (None, "none")
+            or not known_to_trl
+            or bool(self._correction.rejections)
+            or self._correction.normalize != "none"
         )
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
             if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
@@ -113,7 +120,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             result = replace(result, weights=torch.where(result.keep_mask, weights, 1.0))
         stats = self._record(stats | correction_metrics(mask, result, correction.action))
         if self._replaces_ratio:
-            output["importance_sampling_ratio"] = result.weights
+            weights = result.weights
+            if correction.normalize != "none":
+                total, count = _MEANS[correction.normalize]
+                mean = stats[total].value[0] / stats[count].value[0].clamp(min=1)
+                weights = normalized(weights, result.keep_mask, mean)
+            output["importance_sampling_ratio"] = weights
             if correction.rejects:
                 # TRL's loss mask is completion_mask * tool_mask; only the former also is an attention mask.
                 output["tool_mask"] = result.keep_mask.to(output["completion_mask"].dtype)
