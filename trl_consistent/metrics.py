@@ -296,8 +296,8 @@ def mismatch_metrics(
     """
     check_shapes(old=old, sampling=sampling, mask=mask)
     rows = max(_TOKENS_AT_ONCE.get(old.device.type, _TOKENS_AT_ONCE_ELSEWHERE) // max(old.shape[1], 1), 1)
-    blocks = zip(old.split(rows), sampling.split(rows), mask.split(rows), strict=True)
-    return merge(_block_metrics(*block) for block in blocks)
+    starts = range(0, max(len(old), 1), rows)
+    return merge(_block_metrics(*(x[start : start + rows] for x in (old, sampling, mask))) for start in starts)
 
 
 def _block_metrics(
