@@ -15,6 +15,12 @@ def config(tmp_path, **kwargs):
     return ConsistentGRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **kwargs)
 
 
+def parsed(tmp_path, *arguments):
+    shared = ("--output_dir", str(tmp_path), "--use_vllm", "--use_cpu", "--bf16", "False")
+    (args,) = TrlParser(ConsistentGRPOConfig).parse_args_and_config([*shared, *arguments])
+    return args
+
+
 OUR_FIELDS = {
     "correction_normalize": "none",
     "correction": None,
@@ -216,37 +222,21 @@ def test_engine_arguments_must_be_an_object(tmp_path):
 
 
 def test_options_reach_the_command_line(tmp_path):
-    parser = TrlParser(ConsistentGRPOConfig)
-    arguments = [
-        "--output_dir",
-        str(tmp_path),
-        "--use_vllm",
-        "--correction",
-        "geo_mis",
-        "--use_cpu",
-        "--bf16",
-        "False",
-    ]
-    arguments += ["--rollout_engine_kwargs", '{"dtype": "float32", "enforce_eager": true}']
-    (args,) = parser.parse_args_and_config(arguments)
+    args = parsed(
+        tmp_path, "--correction", "geo_mis", "--rollout_engine_kwargs", '{"dtype": "float32", "enforce_eager": true}'
+    )
     assert args.vllm_importance_sampling_mode == "geometric_mask"
     assert args.rollout_engine_kwargs == {"dtype": "float32", "enforce_eager": True}
 
 
 def test_rejections_from_the_command_line(tmp_path):
-    parser = TrlParser(ConsistentGRPOConfig)
-    arguments = [
-        "--output_dir",
-        str(tmp_path),
-        "--use_vllm",
+    args = parsed(
+        tmp_path,
         "--correction",
         "tis_geo_rs",
-        "--use_cpu",
-        "--bf16",
-        "False",
-    ]
-    arguments += ["--correction_rejections", '{"k3/sequence_mean": [null, 0.01], "ratio/sequence_min": [1e-4, null]}']
-    (args,) = parser.parse_args_and_config(arguments)
+        "--correction_rejections",
+        '{"k3/sequence_mean": [null, 0.01], "ratio/sequence_min": [1e-4, null]}',
+    )
     assert correction_of(args).rejections == (
         Rejection("geometric", 0.99, 1.001),  # the preset's own
         Rejection("sequence_mean", None, 0.01, "k3"),

@@ -229,14 +229,20 @@ def test_weights_stay_within_the_bounds(data, mask, level, action):
     assert (result.weights[~result.keep_mask] == 1).all()
 
 
-def test_sequence_weight_is_unbiased_on_an_enumerable_policy():
-    # Two tokens over V = 3, engine mu and trainer pi; every completion enumerated, f arbitrary.
+def enumerated_policies():
+    """Every completion of two tokens over V = 3, with its log-probs under an engine and a trainer."""
     generator = torch.Generator().manual_seed(3)
     log_mu = torch.randn(2, 3, generator=generator).log_softmax(-1)
     log_pi = (log_mu + 0.5 * torch.randn(2, 3, generator=generator)).log_softmax(-1)
     completions = torch.tensor(list(itertools.product(range(3), repeat=2)))
     positions = torch.arange(2).expand_as(completions)
     mu, pi = log_mu[positions, completions], log_pi[positions, completions]
+    return completions, mu, pi, generator
+
+
+def test_sequence_weight_is_unbiased_on_an_enumerable_policy():
+    # E_mu[w f] = E_pi[f] for an arbitrary f of the completion
+    _, mu, pi, generator = enumerated_policies()
     f = torch.randn(9, generator=generator)
     exact = (pi.sum(-1).exp() * f).sum()
     weights = correct(mismatch_log_ratio(pi, mu, torch.ones(9, 2)), torch.ones(9, 2), Correction("sequence", "mask"))
@@ -247,13 +253,8 @@ def test_sequence_weight_is_unbiased_on_an_enumerable_policy():
 
 
 def test_prefix_weights_are_unbiased_for_what_each_token_earns():
-    # Two tokens over V = 3: E_mu[sum_t w_t f_t(prefix)] = E_pi[sum_t f_t(prefix)], every completion enumerated.
-    generator = torch.Generator().manual_seed(3)
-    log_mu = torch.randn(2, 3, generator=generator).log_softmax(-1)
-    log_pi = (log_mu + 0.5 * torch.randn(2, 3, generator=generator)).log_softmax(-1)
-    completions = torch.tensor(list(itertools.product(range(3), repeat=2)))
-    positions = torch.arange(2).expand_as(completions)
-    mu, pi = log_mu[positions, completions], log_pi[positions, completions]
+    # E_mu[sum_t w_t f_t(prefix)] = E_pi[sum_t f_t(prefix)]
+    completions, mu, pi, generator = enumerated_policies()
     first, second = torch.randn(3, generator=generator), torch.randn(9, generator=generator)
     f = torch.stack([first[completions[:, 0]], second], dim=1)
     exact = (pi.sum(-1).exp()[:, None] * f).sum()
