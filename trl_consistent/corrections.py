@@ -204,9 +204,10 @@ class CorrectionResult:
 def _outside(
     d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], level: str, lower: float | None, upper: float | None
 ) -> tuple[Float[Tensor, "B #T"], Bool[Tensor, "B #T"], Bool[Tensor, "B #T"]]:
-    """The ratio at a level, and where it is below and above the bounds; an infinite log-ratio is outside any bounds."""
+    """The ratio at a level, and where it is below and above the bounds; an infinite log-ratio is outside any bounds and
+    its ratio NaN."""
     log_ratio = level_log_ratio(d, mask, level)
-    ratio = torch.exp(log_ratio)
+    ratio = torch.exp(torch.where(torch.isfinite(log_ratio), log_ratio, math.nan))
     low = log_ratio == -math.inf
     high = (log_ratio == math.inf) | torch.isnan(log_ratio)  # NaN: +inf and -inf in one completion
     if lower is not None:
@@ -292,7 +293,8 @@ def correct(
         mismatch_log_ratio (`torch.Tensor` of shape `(B, T)`):
             What [`mismatch_log_ratio`] returned, nats. NaN marks an unscored token: it counts as ratio 1. An infinite
             value is never trusted: weight 0 (rejected, where the action is `reject`), whatever the bounds, for the
-            token and, at the sequence and geometric levels, for its completion.
+            token, and with it for all that its ratio is part of: the rest of the completion (`prefix`), the turn, or
+            the completion (`sequence`, `geometric`).
         mask (`torch.Tensor` of shape `(B, T)`):
             `completion_mask * tool_mask`; any dtype, non-zero is in.
         correction ([`Correction`]):
@@ -317,8 +319,7 @@ def correct(
     else:
         ratio, low, high = _outside(d, inside, correction.level, correction.lower, correction.upper)
         if correction.action == "truncate":
-            untrusted = ~torch.isfinite(level_log_ratio(d, inside, correction.level))
-            weights = ratio.clamp(correction.lower, correction.upper).masked_fill(untrusted, 0.0)
+            weights = ratio.clamp(correction.lower, correction.upper).masked_fill(torch.isnan(ratio), 0.0)
         else:
             weights = ratio.masked_fill(low | high, 0.0)
         if correction.upper is None:
