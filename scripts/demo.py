@@ -21,7 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl-consistent"
-PRESETS = ("none", "tis", "tis_two_sided", "icepop", "seq_tis", "seq_mis", "geo_mis", "tis_geo_rs", "prefix_tis")
+PRESETS = (
+    *("none", "tis", "tis_two_sided", "icepop", "seq_tis", "seq_mis", "geo_mis", "tis_geo_rs", "prefix_tis"),
+    *("dppo_tv", "dppo_kl", "opsm", "m2po", "dense", "moe", "fp8", "long_cot", "async"),
+)
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -305,6 +308,7 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
         for verb in ("truncated", "masked", "rejected")
         for side in ("low", "high")
     }
+    acted["stopped by a trust region"] = mean("correction/trust_region_fraction", steps)
     acted = {name: share for name, share in acted.items() if share > 0}
     source = PRESETS[correction].source
     print(f"Correction {correction} ({source}): ", end="")

@@ -26,15 +26,13 @@ def metric_table() -> str:
 
 
 def preset_table() -> str:
-    rows = ["| `correction` | ratio | action | bounds | rejects | source |", "|---|---|---|---|---|---|"]
+    rows = ["| `correction` | ratio | action | bounds | on top | source |", "|---|---|---|---|---|---|"]
     for name, c in PRESETS.items():
         bounds = "–" if c.action == "none" else f"{_bound(c.lower) or '0'} … {_bound(c.upper) or '∞'}"
-        rejects = (
-            ", ".join(f"{r.level} {r.statistic} outside {_bound(r.lower)} … {_bound(r.upper)}" for r in c.rejections)
-            or "–"
-        )
+        on_top = [f"rejects `{r.name}` outside {_bound(r.lower)} … {_bound(r.upper)}" for r in c.rejections]
+        on_top += [f"trust region `{region.kind}` {_bound(region.bound)}" for region in c.trust_regions]
         level, action = ("–", "–") if c.action == "none" else (c.level, c.action)
-        rows.append(f"| `{name}` | {level} | {action} | {bounds} | {rejects} | {c.source} |")
+        rows.append(f"| `{name}` | {level} | {action} | {bounds} | {', '.join(on_top) or '–'} | {c.source} |")
     return "\n".join(rows)
 
 

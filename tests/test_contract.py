@@ -83,6 +83,39 @@ def test_loss_mask_is_completion_mask_times_tool_mask_and_only_the_former_is_att
     assert 'inputs["importance_sampling_ratio"]' in body and 'inputs["num_items_in_batch"]' in body
 
 
+def test_the_loss_reads_what_we_change_after_its_forward_and_the_mask_from_the_batch_itself():
+    body = source(GRPOTrainer._compute_loss)
+    forward = body.index("self._get_per_token_logps_and_entropies(")
+    call = " ".join(body[forward : body.index(")", forward)].split())
+    assert "( model, input_ids, attention_mask, logits_to_keep, compute_entropy=True" in call
+    for read in (
+        'inputs["advantages"]',
+        'inputs.get("old_per_token_logps")',
+        'inputs["importance_sampling_ratio"]',
+        'inputs.get("importance_sampling_ratio")',
+        'inputs["num_items_in_batch"]',
+        "get_high_entropy_mask(",
+    ):
+        assert body.index(read) > forward, read
+    assert body.index("mask = completion_mask if") < forward  # the tensor, which is why it is changed in place
+    assert "+ self.router_aux_loss_coef * aux_loss / normalizer" in body
+
+
+def test_whether_old_log_probs_are_computed_hangs_on_two_things():
+    body = source(GRPOTrainer._generate_and_score_completions)
+    assert body.count("gradient_accumulation_steps") - body.count("# a full optimizer step (when gradient") == 1
+    assert "self.args.gradient_accumulation_steps % generate_every != 0 or (" in body
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in body
+
+
+def test_losses_divide_by_what_we_think():
+    body = source(GRPOTrainer._compute_loss)
+    assert '["grpo", "sapo"]' in body and ".sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()" in body
+    assert "loss = (per_token_loss * mask).sum() / (per_token_loss.size(0) * self.max_completion_length)" in body
+    assert "loss = (per_token_loss * mask).sum(-1).mean()" in body  # luspo
+    assert '["cispo", "dapo", "vespo"]' in body and 'inputs["num_items_in_batch"].clamp(min=1.0)' in body
+
+
 def test_batch_keys(tiny_model, tmp_path):
     with synthetic_engine(noise(0.1)):
         trainer = build(GRPOTrainer, tiny_model, tmp_path)

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from trl_consistent.corrections import (
     PRESETS,
-    RATIO_LEVELS,
-    STATISTIC_LEVELS,
     STATISTICS,
     Correction,
     Rejection,
+    TrustRegion,
     correct,
     normalized,
     token_statistic,
+    trust_region_mask,
 )
 from trl_consistent.ratios import LEVELS, mismatch_log_ratio
 
@@ -128,6 +128,105 @@ def test_trl_modes_come_out_bit_for_bit(mode, clip_min, clip_max):
     assert (ours[~inside] == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("bound", "kept"),
+    [
+        # squares .01 .04 .09 .16 .25 (one padded, one unscored); means of the smallest: .01 .025 .0467 .075 .11
+        (0.04, [True, False, True, False, False]),
+        (0.0467, [True, True, True, False, False]),
+        (0.2, [True] * 5),
+        (0.001, [False] * 5),
+    ],
+)
+def test_m2_drops_the_largest_until_the_mean_is_within_the_bound(bound, kept):
+    d = torch.tensor([[0.1, -0.3, NAN, 9.0], [0.2, 0.4, -0.5, 0.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+    result = correct(d, mask, Correction(rejections=(Rejection("batch", None, bound, "m2"),)))
+    assert result.keep_mask.tolist() == [[*kept[:2], True, False], [*kept[2:], False]]
+    assert torch.equal(result.rejected_high, mask.bool() & ~result.keep_mask) and not result.rejected_low.any()
+
+
+def test_m2_drops_equals_together_and_never_trusts_an_infinite_token():
+    # .1, then four equal squares of .09: two of them would fit below .07, all four do not
+    d = torch.tensor([[0.1, 0.3, -0.3, 0.3, -0.3, math.inf]])
+    rule = Rejection("batch", None, 0.07, "m2")
+    result = correct(d, torch.ones(1, 6), Correction(rejections=(rule,)))
+    assert result.keep_mask.tolist() == [[True, False, False, False, False, False]]
+    loose = correct(d, torch.ones(1, 6), Correction(rejections=(Rejection("batch", None, 9.0, "m2"),)))
+    assert loose.keep_mask.tolist() == [[True] * 5 + [False]]
+
+
+def test_m2_looks_at_the_whole_batch_and_not_at_blocks_of_rows():
+    rows_apart = torch.zeros(40, 4096)  # more tokens than are worked on at once
+    rows_apart[0], rows_apart[39] = 1.0, 0.5
+    result = correct(rows_apart, torch.ones_like(rows_apart), PRESETS["m2po"])
+    # squares 1 and .25 of 1/40 each: .03125 <= .04
+    assert result.keep_mask.all()
+    rows_apart[39] = 0.9  # .045: the ones go, as the larger
+    result = correct(rows_apart, torch.ones_like(rows_apart), PRESETS["m2po"])
+    assert not result.keep_mask[0].any() and result.keep_mask[1:].all()
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(None, None), (0.1, None), (0.01, 0.04)])
+def test_m2_takes_an_upper_bound_only(lower, upper):
+    with pytest.raises(ValueError, match="m2/batch (takes an upper bound only|needs a lower or an upper)"):
+        Rejection("batch", lower, upper, "m2")
+    with pytest.raises(ValueError, match="level of m2 is 'token'. Expected one of batch"):
+        Rejection("token", None, 1.0, "m2")
+
+
+P, Q = 0.8, 0.5  # policy and engine probability of a token
+
+
+@pytest.mark.parametrize(
+    ("kind", "divergence"),
+    # KL of (.5, .5) from (.8, .2): .5 log(.5/.8) + .5 log(.5/.2) = -.2350 + .4581
+    [("tv", 0.3), ("kl", 0.2231)],
+)
+@pytest.mark.parametrize("up", [True, False])
+def test_dppo_stops_what_moves_away_and_lets_pass_what_comes_back(kind, divergence, up):
+    current, sampling = torch.tensor([[P, Q]]).log(), torch.tensor([[Q, Q]]).log()
+    if not up:  # .2 against .5: the same divergence, downward
+        current = torch.tensor([[1 - P, Q]]).log()
+    tight, loose = TrustRegion(kind, divergence - 0.001), TrustRegion(kind, divergence + 0.001)
+    mask, away = torch.ones(1, 2), torch.tensor([[1.0 if up else -1.0]])
+    assert trust_region_mask(current, sampling, away, mask, tight).tolist() == [[False, True]]
+    assert trust_region_mask(current, sampling, away, mask, loose).all()
+    assert trust_region_mask(current, sampling, -away, mask, tight).all()
+    assert trust_region_mask(current, sampling, 0 * away, mask, tight).all()
+
+
+def test_opsm_stops_negative_completions_that_the_policy_left():
+    # mean log mu - log pi: .6 over both rows; masked tokens do not count
+    current = torch.tensor([[-2.0, -1.2, -50.0]] * 2)
+    sampling = torch.tensor([[-1.0, -1.0, -1.0]] * 2)
+    mask = torch.tensor([[1, 1, 0]] * 2)
+    advantages = torch.tensor([[-0.1], [0.1]])
+    assert trust_region_mask(current, sampling, advantages, mask, TrustRegion("opsm", 0.59)).tolist() == [
+        [False],
+        [True],
+    ]
+    assert trust_region_mask(current, sampling, advantages, mask, TrustRegion("opsm", 0.61)).all()
+    # the other direction of the gap is no reason
+    assert trust_region_mask(sampling, current, advantages, mask, TrustRegion("opsm", 0.1)).all()
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl", "opsm"])
+def test_trust_regions_ignore_padding_and_unscored_tokens(kind):
+    current = torch.tensor([[-0.1, -0.1, NAN, -0.1]])
+    sampling = torch.tensor([[NAN, -math.inf, -9.0, -9.0]])
+    mask = torch.tensor([[1, 1, 0, 0]])
+    for sign in (1.0, -1.0):
+        assert trust_region_mask(current, sampling, torch.tensor([[sign]]), mask, TrustRegion(kind, 0.01)).all()
+
+
+def test_trust_regions_of_the_wrong_form_are_refused():
+    with pytest.raises(ValueError, match="Trust region is 'l2'. Expected one of tv, kl, opsm"):
+        TrustRegion("l2", 0.1)
+    with pytest.raises(ValueError, match="Trust region tv: the upper bound is -0.1"):
+        TrustRegion("tv", -0.1)
+
+
 def test_bounds_are_inclusive():
     d = torch.log(torch.tensor([[0.5, 2.0, 4.0]]))
     ratio = torch.exp(d)[0].tolist()
@@ -177,7 +276,8 @@ def test_an_infinite_log_ratio_is_never_trusted(preset, value):
     assert out[0, 1] and not out[1].any()
     # at the prefix level, what came before the token was fine
     expected = {"token": [False, True, False], "prefix": [False, True, True]}.get(PRESETS[preset].level, [True] * 3)
-    assert out[0].tolist() == ([True] * 3 if PRESETS[preset].rejections else expected)
+    whole = any(rule.level != "batch" for rule in PRESETS[preset].rejections)
+    assert out[0].tolist() == ([True] * 3 if whole else expected)
 
 
 @pytest.mark.parametrize("action", ["truncate", "mask", "reject"])
@@ -365,8 +465,9 @@ def test_rules_are_joined_by_and():
 
 RULES = [
     Rejection(level, None, 1e6, statistic)
-    for statistic in STATISTICS
-    for level in (RATIO_LEVELS if statistic == "ratio" else STATISTIC_LEVELS)
+    for statistic, levels in STATISTICS.items()
+    for level in levels
+    if level != "batch"
 ]
 
 
@@ -451,7 +552,29 @@ def test_presets_hold_the_published_numbers():
         "geo_mis": ("geometric", "mask", 0.99, 1.01),
         "tis_geo_rs": ("token", "truncate", 0.5, 1.5),
         "prefix_tis": ("prefix", "truncate", None, 2.0),
+        "dppo_tv": ("token", "truncate", None, 20.0),
+        "dppo_kl": ("token", "truncate", None, 20.0),
+        "opsm": ("token", "none", None, None),
+        "m2po": ("token", "none", None, None),
+        "dense": ("token", "truncate", None, 2.0),
+        "moe": ("token", "mask", 0.5, 5.0),
+        "fp8": ("token", "truncate", None, 2.0),
+        "long_cot": ("token", "truncate", 0.5, 1.5),
+        "async": ("token", "truncate", None, 5.0),
     }
     assert {name: (c.level, c.action, c.lower, c.upper) for name, c in PRESETS.items()} == published
-    assert PRESETS["tis_geo_rs"].rejections == (Rejection("geometric", 0.99, 1.001),)
+    veto, m2 = Rejection("sequence_min", 1e-4), Rejection("batch", None, 0.04, "m2")
+    assert {name: c.rejections for name, c in PRESETS.items() if c.rejections} == {
+        "tis_geo_rs": (Rejection("geometric", 0.99, 1.001),),
+        "m2po": (m2,),
+        "dense": (veto,),
+        "moe": (veto,),
+        "fp8": (Rejection("sequence_mean", None, 0.01, "k3"),),
+        "long_cot": (Rejection("geometric", 0.99, 1.001), veto),
+        "async": (m2,),
+    }
+    regions = {"dppo_tv": ("tv", 0.15), "dppo_kl": ("kl", 0.05), "opsm": ("opsm", 0.5)}
+    for name, c in PRESETS.items():
+        assert [(r.kind, r.bound) for r in c.trust_regions] == [regions[name] for _ in range(name in regions)]
+    assert [name for name, c in PRESETS.items() if not c.acts] == ["none"]
     assert all(correction.source for correction in PRESETS.values())

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_consistent.corrections import PRESETS, Correction, correct
-from trl_consistent.metrics import METRICS, correction_metrics, finalize, merge, mismatch_metrics
+from trl_consistent.metrics import (
+    METRICS,
+    correction_metrics,
+    finalize,
+    merge,
+    mismatch_metrics,
+    trust_region_metrics,
+)
 from trl_consistent.ratios import mismatch_log_ratio
 
 
@@ -238,6 +245,7 @@ def test_catalogue_and_functions_agree():
     old, sampling, mask = random_batch()
     result = correct(mismatch_log_ratio(old, sampling, mask), mask, PRESETS["tis"])
     logged = finalize(mismatch_metrics(old, sampling, mask) | correction_metrics(mask, result, "truncate"))
+    logged |= finalize(trust_region_metrics(mask, result.keep_mask))
     assert set(logged) == set(METRICS)
     assert all(
         metric.key == key and metric.meaning and metric.unit and metric.reduction for key, metric in METRICS.items()

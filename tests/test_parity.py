@@ -92,7 +92,8 @@ def test_presets_trl_can_express_are_bit_identical_to_trl(tiny_model, tmp_path, 
     names = ("mode", "clip_min", "clip_max")
     spelled = {f"vllm_importance_sampling_{name}": value for name, value in zip(names, fields, strict=True)}
     theirs = train(GRPOTrainer, tiny_model, tmp_path, plant=noise(0.6), lora=lora, **spelled)
-    ours = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.6), lora=lora, correction=preset)
+    options = {"correction": preset, "old_logprobs": "recompute"}  # where TRL takes them from
+    ours = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.6), lora=lora, **options)
     assert_same_training(theirs, ours)
     acted = {k: v for k, v in ours.logs[0].items() if k.startswith("correction/") and "_fraction/" in k}
     assert sum(acted.values()) > 0, "the planted noise must make the correction act"

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PUBLIC = {
     "METRICS", "PRESETS", "ConsistentGRPOConfig", "ConsistentGRPOTrainer", "Correction", "CorrectionResult", "Metric",
     "Rejection", "Stat", "correct", "correction_metrics", "finalize", "kl_k1", "kl_k2", "kl_k3", "merge",
-    "mismatch_log_ratio", "mismatch_metrics",
+    "mismatch_log_ratio", "mismatch_metrics", "TrustRegion", "trust_region_mask",
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_unknown_name_is_an_attribute_error():
         trl_consistent.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("name", sorted(n for n in PUBLIC if n.startswith(("kl_", "mismatch_"))))
+@pytest.mark.parametrize("name", sorted(n for n in PUBLIC if n.startswith(("kl_", "mismatch_", "trust_"))))
 def test_math_docstrings_say_sign_and_masked_positions(name):
     doc = inspect.getdoc(getattr(trl_consistent, name))
     assert "Sign:" in doc and "Masked positions:" in doc

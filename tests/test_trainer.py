@@ -3,6 +3,7 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from trl_consistent import PRESETS, Correction, _compat, correct, mismatch_log_r
 from trl_consistent.config import MODES
 
 from .tiny import dataset
-from .training import LOSS_TYPES, ConsistentGRPOTrainer, build, noise, synthetic_engine, train
+from .training import LOSS_TYPES, ConsistentGRPOTrainer, assert_same_training, build, noise, synthetic_engine, train
 
 
 def batch_of(trainer, plant=None):
@@ -24,6 +25,7 @@ def batch_of(trainer, plant=None):
 
 
 def trainer_with(tiny_model, tmp_path, plant=None, **options):
+    options.setdefault("old_logprobs", "recompute")  # so that the batch holds what the correction made of it
     with synthetic_engine(plant):
         return build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
 
@@ -51,7 +53,7 @@ def test_the_weights_in_the_batch_are_those_of_the_preset(tiny_model, tmp_path, 
     batch = batch_of(trainer)
     mask = batch["completion_mask"]
     d = mismatch_log_ratio(batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask)
-    result = correct(d, mask, PRESETS[preset])
+    result = correct(d, mask, PRESETS[preset], sampling=batch["sampling_per_token_logps"])
     assert torch.equal(batch["importance_sampling_ratio"], result.weights)
     loss_mask = mask * batch.get("tool_mask", torch.ones_like(mask))
     assert torch.equal(loss_mask.bool(), result.keep_mask)
@@ -134,6 +136,7 @@ def test_evaluation_logs_its_own_metrics(tiny_model, tmp_path):
             correction="tis",
             per_device_eval_batch_size=4,
             eval_strategy="no",
+            old_logprobs="recompute",
         )
         metrics = {}
         trainer.log = lambda logs, *a, _log=trainer.log: (_log(logs, *a), metrics.update(logs))
@@ -170,6 +173,132 @@ def test_rejected_completions_give_no_gradient_and_leave_the_token_count(tiny_mo
     assert loss == again and all(torch.equal(gradients[n], same[n]) for n in gradients)
     different, _ = loss_of(trainer, dict(batch, advantages=batch["advantages"] + 1))
     assert different != loss
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "vespo"])
+def test_a_rejected_completion_might_as_well_not_have_been_there(tiny_model, tmp_path, loss_type):
+    """The loss over a batch is that over the rows that were kept, denominators included."""
+
+    def plant(ids, logps, seen=[]):  # noqa: B006 - counts completions
+        seen.append(None)
+        return [lp - 1.0 for lp in logps] if len(seen) % 3 == 1 else logps
+
+    options = {"loss_type": loss_type, "per_device_train_batch_size": 8, "beta": 0.1, "correction": "tis_geo_rs"}
+    trainer = trainer_with(tiny_model, tmp_path, plant=plant, gradient_accumulation_steps=1, **options)
+    batch = batch_of(trainer)
+    batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.3  # at the start it equals the policy
+    kept = batch["tool_mask"].bool().any(1)
+    assert kept.tolist() == [False, True, True] * 2 + [False, True]
+    loss, gradients = loss_of(trainer, batch)
+    rows = {key: value[kept] for key, value in batch.items() if value.dim() and key != "tool_mask"}
+    alone, same = loss_of(trainer, rows | {"num_items_in_batch": rows["completion_mask"].sum()})
+    assert loss == pytest.approx(alone, rel=1e-5) and loss != 0
+    for name in gradients:
+        torch.testing.assert_close(gradients[name], same[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_router_loss_does_not_follow_rejections(moe_model, tmp_path, loss_type):
+    # everything that is kept has advantage 0: what is left is the auxiliary loss, once
+    def plant(ids, logps, seen=[]):  # noqa: B006 - counts completions
+        seen.append(None)
+        return [lp - 1.0 for lp in logps] if len(seen) % 2 else logps
+
+    options = {"loss_type": loss_type, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    trainer = trainer_with(moe_model, tmp_path, plant=plant, correction="tis_geo_rs", **options)
+    assert trainer.aux_loss_enabled
+    batch = batch_of(trainer)
+    batch["advantages"] = torch.zeros(8)
+    loss, _ = loss_of(trainer, batch)
+    assert loss == pytest.approx(trainer.router_aux_loss_coef * trainer._metrics["train"]["aux_loss"][-1], rel=1e-5)
+
+
+def test_entropy_bonus_and_row_counts_are_refused_with_rejections(tmp_path):
+    from trl_consistent import ConsistentGRPOConfig
+
+    options = {"use_cpu": True, "bf16": False, "use_vllm": True, "correction": "tis_geo_rs", "entropy_coef": 0.1}
+    with pytest.raises(ValueError, match="`loss_type='grpo'` divides by the number of completions.*'dapo'"):
+        ConsistentGRPOConfig(str(tmp_path), loss_type="grpo", **options)
+    ConsistentGRPOConfig(str(tmp_path), loss_type="dapo", **options)
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_without_rejections_our_advantages_are_trl_s(tiny_model, tmp_path, scale_rewards):
+    options = {"scale_rewards": scale_rewards, "correction": "tis_geo_rs", "correction_reject_baseline": "exclude"}
+    trainer = trainer_with(tiny_model, tmp_path, **options)
+    kept = []
+    compute = trainer._advantages_without
+    trainer._advantages_without = lambda rejected, rewards: kept.append(rewards) or compute(rejected, rewards)
+    plain = trainer_with(tiny_model, tmp_path, scale_rewards=scale_rewards)
+    batch = batch_of(trainer)
+    assert torch.equal(batch["advantages"], batch_of(plain)["advantages"]) and batch["advantages"].abs().sum() > 0
+    # hand arithmetic: rewards 1 2 6 | 3 3 9 with the third out of each group are 1 2 | 3 3, means 1.5 and 3
+    trainer.num_generations, trainer.model.training = 3, True
+    rewards = torch.tensor([1.0, 2, 6, 3, 3, 9]).unsqueeze(1)
+    out = compute(torch.tensor([False, False, True] * 2), rewards)
+    # std of (1, 2) is sqrt(.5), of (3, 3) is 0, of (1, 2, 3, 3) is sqrt(11/12)
+    scale = {"group": 0.5**0.5 + 1e-4, "batch": (11 / 12) ** 0.5 + 1e-4, "none": 1.0}[scale_rewards]
+    assert out.tolist() == pytest.approx([-0.5 / scale, 0.5 / scale, 0, 0, 0, 0], abs=1e-5)
+
+
+def test_excluded_completions_leave_the_baseline(tiny_model, tmp_path):
+    def plant(ids, logps, seen=[]):  # noqa: B006 - counts completions
+        seen.append(None)
+        return [lp - 1.0 for lp in logps] if len(seen) % 4 == 1 else logps
+
+    rows = {}
+    for baseline in ("keep", "exclude"):
+        options = {"correction": "tis_geo_rs", "correction_reject_baseline": baseline, "scale_rewards": "none"}
+        plant.__defaults__[0].clear()
+        batch = batch_of(trainer_with(tiny_model, tmp_path, plant=plant, **options))
+        rows[baseline] = batch["advantages"].view(2, 4)
+        assert batch["tool_mask"].any(1).tolist() == [False, True, True, True] * 2
+    # a group of four has mean 0; without the first, the other three have
+    assert rows["keep"].sum(1).tolist() == pytest.approx([0, 0], abs=1e-5)
+    assert rows["exclude"][:, 0].tolist() == [0, 0]
+    assert rows["exclude"].sum(1).tolist() == pytest.approx([0, 0], abs=1e-5)
+    shift = rows["keep"][:, 0] / 3  # the mean of the others is lower by a third of the first one's advantage
+    torch.testing.assert_close(rows["exclude"][:, 1:], rows["keep"][:, 1:] + shift[:, None])
+    assert shift.abs().max() > 0.1
+
+
+# --- trust regions ---------------------------------------------------------------------------------------------------
+
+
+def test_opsm_is_trl_s_off_policy_mask_bit_for_bit(tiny_model, tmp_path):
+    # log-ratios of .8 and -.8 on every token: one side is above .5
+    def planted():
+        seen = []
+        return lambda ids, logps: [lp + (0.8, -0.8)[len(seen) % 2] for lp in logps] if not seen.append(0) else None
+
+    off = {"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": 0.5}
+    theirs = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=planted(), max_grad_norm=1e9, **off)
+    ours = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=planted(), max_grad_norm=1e9, correction="opsm")
+    assert_same_training(theirs, ours)
+    assert 0.1 < ours.logs[0]["correction/trust_region_fraction"] < 0.6
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_dppo_stops_tokens_that_move_on_away_from_the_engine(tiny_model, tmp_path, kind):
+    # the first token of every completion is e^3 times likelier under the policy than under the engine
+    options = {"correction": f"dppo_{kind}", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    trainer = trainer_with(tiny_model, tmp_path, plant=constant(3.0), **options)
+    batch = batch_of(trainer)
+    p = batch["old_per_token_logps"][:, 0].exp()
+    q = p * math.exp(-3.0)
+    kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    far = p - q > 0.15 if kind == "tv" else kl > 0.05
+    assert far.any() and not far.all()
+    batch["advantages"] = torch.tensor([1.0, -1.0] * 4)
+    loss, gradients = loss_of(trainer, batch)
+    by_hand = batch["importance_sampling_ratio"].clone()
+    by_hand[:, 0] *= ~(far & (batch["advantages"] > 0))
+    trainer.log(logs := {})
+    trainer._correction = replace(trainer._correction, trust_regions=())
+    expected, same = loss_of(trainer, dict(batch, importance_sampling_ratio=by_hand))
+    assert loss == expected and all(torch.equal(gradients[name], same[name]) for name in gradients)
+    stopped = (far & (batch["advantages"] > 0)).sum() / batch["completion_mask"].sum()
+    assert logs["correction/trust_region_fraction"] == pytest.approx(stopped.item()) and stopped > 0
 
 
 def test_rejected_tokens_stay_visible_to_attention(tiny_model, tmp_path):

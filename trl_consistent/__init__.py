@@ -20,6 +20,7 @@ _HOME = {
     "Metric": "metrics",
     "Rejection": "corrections",
     "Stat": "metrics",
+    "TrustRegion": "corrections",
     "correct": "corrections",
     "correction_metrics": "metrics",
     "finalize": "metrics",
@@ -29,6 +30,7 @@ _HOME = {
     "merge": "metrics",
     "mismatch_log_ratio": "ratios",
     "mismatch_metrics": "metrics",
+    "trust_region_mask": "corrections",
 }
 
 __all__ = list(_HOME)
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from .corrections import Correction as Correction
     from .corrections import CorrectionResult as CorrectionResult
     from .corrections import Rejection as Rejection
+    from .corrections import TrustRegion as TrustRegion
     from .corrections import correct as correct
+    from .corrections import trust_region_mask as trust_region_mask
     from .kl import kl_k1 as kl_k1
     from .kl import kl_k2 as kl_k2
     from .kl import kl_k3 as kl_k3

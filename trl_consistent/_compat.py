@@ -34,6 +34,54 @@ def substituted(owner: Any, **names: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+@contextlib.contextmanager
+def old_logprobs(trainer: Any, computed: bool) -> Iterator[None]:
+    """Makes `_generate_and_score_completions` compute the old log-probs, or leave them out, whatever its own rule says.
+
+    TRL computes them if its correction is on, or if `gradient_accumulation_steps % (steps_per_generation *
+    num_iterations)` is not 0; nothing else there reads `gradient_accumulation_steps`.
+    """
+    args = trainer.args
+    steps = args.gradient_accumulation_steps
+    if (steps % (args.steps_per_generation * trainer.num_iterations) != 0) != computed:
+        steps = 0.5 if computed else 0
+    with (
+        substituted(trainer, vllm_importance_sampling_correction=False),
+        substituted(args, gradient_accumulation_steps=steps),
+    ):
+        yield
+
+
+def dropout_in(model: Any) -> str | None:
+    """The name of a module of `model` that drops something while training; `None` if none does.
+
+    transformers passes attention dropout as a float, peft and torch use modules.
+    """
+    for name, module in model.named_modules():
+        rates = [getattr(module, "p", 0.0)] if type(module).__name__.startswith("Dropout") else []
+        rates += [value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)]
+        if any(rate > 0 for rate in rates):
+            return name
+    return None
+
+
+def group_advantages(rewards: Any, num_generations: int, scale_rewards: str) -> Any:
+    """What TRL makes of the summed rewards of groups of completions: NaN is out of the baseline and gets 0.
+
+    TRL has no function for it; a test compares the two, for its aggregation `sum_then_normalize`.
+    """
+    import torch
+    from trl.trainer.utils import nanstd
+
+    groups = rewards.view(-1, num_generations)
+    advantages = groups - torch.nanmean(groups, dim=1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (nanstd(groups, dim=1).unsqueeze(1) + 1e-4)
+    elif scale_rewards == "batch":
+        advantages = advantages / (nanstd(rewards) + 1e-4)
+    return torch.nan_to_num(advantages.flatten(), nan=0.0)
+
+
 def generation_class_replaced(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """`GRPOTrainer.__init__` builds its vLLM backend from this module-level name."""
     return substituted(importlib.import_module("trl.trainer.grpo_trainer"), VLLMGeneration=replacement)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection
+from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection, TrustRegion
 from .ratios import LEVELS
 
 
@@ -17,6 +17,13 @@ MODES = tuple(f"{level}_{action}" for action in ACTIONS if action != "none" for 
 """Values of `vllm_importance_sampling_mode`: `<level>_<action>`."""
 
 VERIFY_SYNC = ("off", "first", "every")
+OLD_LOGPROBS = ("auto", "recompute", "reuse", "rollout")
+REJECT_BASELINES = ("keep", "exclude")
+
+TOKEN_COUNT_LOSSES = ("cispo", "dapo", "vespo")
+"""Losses that divide by the number of tokens in the whole rollout batch."""
+ROW_COUNT_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
+"""Losses that divide by the number of completions. The one that is in neither divides by the tokens of a micro-batch."""
 
 _ENGINE_KEYS_OF_TRL = {
     "model": "the trainer rolls out the model it trains",
@@ -62,7 +69,7 @@ def correction_of(args: Any) -> Correction | None:
     """
     preset = getattr(args, "correction", None)
     if preset is not None:
-        correction = PRESETS[preset]
+        correction = PRESETS[preset]  # also without vLLM, for the log-probs of a `rollout_func`
     elif args.use_vllm and args.vllm_importance_sampling_correction:
         one_of("vllm_importance_sampling_mode", args.vllm_importance_sampling_mode, MODES)
         level, action = args.vllm_importance_sampling_mode.split("_")
@@ -70,9 +77,54 @@ def correction_of(args: Any) -> Correction | None:
         correction = Correction(level, action, *bounds)
     else:
         return None
-    rules = rejections_of(getattr(args, "correction_rejections", None) or {})
-    normalize = getattr(args, "correction_normalize", "none")
-    return replace(correction, rejections=correction.rejections + rules, normalize=normalize)
+    regions = getattr(args, "correction_trust_regions", None) or {}
+    return replace(
+        correction,
+        rejections=correction.rejections + rejections_of(getattr(args, "correction_rejections", None) or {}),
+        trust_regions=correction.trust_regions + tuple(TrustRegion(kind, bound) for kind, bound in regions.items()),
+        normalize=getattr(args, "correction_normalize", "none"),
+    )
+
+
+def in_loss_obstacle(args: Any, correction: Correction | None) -> str | None:
+    """Why `correction` cannot be computed between the training forward and the loss of one micro-batch; `None` if it
+    can."""
+    if correction is None:
+        return None
+    if correction.normalize != "none":
+        return f"`correction_normalize={correction.normalize!r}` needs the mean weight of the whole rollout batch"
+    if any(rule.level == "batch" for rule in correction.rejections):
+        return "an `m2/batch` rejection needs the tokens of the whole rollout batch"
+    if correction.rejects:
+        if getattr(args, "correction_reject_baseline", "keep") == "exclude":
+            return "`correction_reject_baseline='exclude'` needs the rejections of the whole group"
+        if args.steps_per_generation > 1 and args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES:
+            # The loss divides by a count that is known after the last micro-batch: its gradient is scaled then.
+            if args.gradient_accumulation_steps != args.steps_per_generation:
+                return (
+                    f"with rejections, `loss_type={args.loss_type!r}` divides by what the whole rollout batch keeps, and "
+                    f"that is one optimizer step only if `gradient_accumulation_steps` "
+                    f"({args.gradient_accumulation_steps}) equals `steps_per_generation` ({args.steps_per_generation})"
+                )
+            if has_entropy_bonus(args):
+                return "with rejections, an entropy bonus needs to know what the whole rollout batch keeps"
+    return None
+
+
+def reuse_obstacle(args: Any, correction: Correction | None) -> str | None:
+    """Why the training forward cannot stand in for the old log-probs, as far as a config shows; `None` if it can."""
+    every = args.steps_per_generation * args.num_iterations
+    if args.gradient_accumulation_steps % every:
+        return (
+            f"the weights change while a rollout batch is used: it lasts {every} micro-batches (`steps_per_generation` x "
+            f"`num_iterations`), and `gradient_accumulation_steps={args.gradient_accumulation_steps}` is no multiple"
+        )
+    return in_loss_obstacle(args, correction)
+
+
+def has_entropy_bonus(args: Any) -> bool:
+    """Whether the loss has an entropy bonus."""
+    return args.entropy_coef != 0.0 or args.use_adaptive_entropy
 
 
 def rejections_of(rules: dict[str, Any]) -> tuple[Rejection, ...]:
@@ -108,7 +160,8 @@ class ConsistentGRPOConfig(GRPOConfig):
 
         correction (`str`, *optional*):
             Name of a published correction, a key of `PRESETS`: `"none"` (measure only), `"tis"`, `"tis_two_sided"`,
-            `"icepop"`, `"seq_tis"`, `"seq_mis"`, `"geo_mis"`, `"tis_geo_rs"` or `"prefix_tis"`. Sets
+            `"icepop"`, `"seq_tis"`, `"seq_mis"`, `"geo_mis"`, `"tis_geo_rs"`, `"prefix_tis"`, `"dppo_tv"`, `"dppo_kl"`,
+            `"opsm"`, `"m2po"`, or of a bundle, `"dense"`, `"moe"`, `"fp8"`, `"long_cot"` or `"async"`. Sets
             `vllm_importance_sampling_correction`, `vllm_importance_sampling_mode` and both clip bounds, and refuses to
             contradict one that was set to something else. `None` leaves TRL's own fields in charge.
 
@@ -121,6 +174,17 @@ class ConsistentGRPOConfig(GRPOConfig):
         correction_normalize (`str`, *optional*, defaults to `"none"`):
             Divide the weights by their mean over all ranks, after rejections: `"token"` (mean over kept tokens),
             `"sequence"` (mean over completions of their mean weight) or `"none"`.
+        correction_trust_regions (`dict[str, float]`, *optional*):
+            Masks that look at the current policy and the advantage, with their bounds: `{"tv": 0.15}`, `{"kl": 0.05}`
+            (DPPO) or `{"opsm": 0.5}` (off-policy sequence mask), on top of the correction. See [`TrustRegion`].
+        correction_reject_baseline (`str`, *optional*, defaults to `"keep"`):
+            Whether a completion that was rejected whole still counts in the reward baseline of its group: `"keep"` or
+            `"exclude"`, which computes the advantages of the others without it.
+        old_logprobs (`str`, *optional*, defaults to `"auto"`):
+            Where the log-probs of the policy that sampled come from: `"recompute"` (TRL's extra forward), `"reuse"` (the
+            training forward, where generation and optimization are aligned), `"rollout"` (the engine's own log-probs,
+            "bypass": the ratio of the loss is `pi / mu`, weights are 1, and rejections and masks look at `pi / mu`) or
+            `"auto"`: `"reuse"` where a correction of ours is set and reuse is exact, else what TRL does.
 
         > Parameters that control the rollout engine
 
@@ -133,13 +197,18 @@ class ConsistentGRPOConfig(GRPOConfig):
             `"first"` or `"every"`. Weights that did not arrive, or arrived as garbage, raise.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["correction_rejections", "rollout_engine_kwargs"]
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + [
+        "correction_rejections",
+        "correction_trust_regions",
+        "rollout_engine_kwargs",
+    ]
 
     correction: str | None = field(
         default=None,
         metadata={
             "help": "Name of a published correction of training-inference mismatch: 'none' (measure only), 'tis', "
-            "'tis_two_sided', 'icepop', 'seq_tis', 'seq_mis', 'geo_mis', 'tis_geo_rs' or 'prefix_tis'. Sets the "
+            "'tis_two_sided', 'icepop', 'seq_tis', 'seq_mis', 'geo_mis', 'tis_geo_rs', 'prefix_tis', 'dppo_tv', "
+            "'dppo_kl', 'opsm', 'm2po', or of a bundle, 'dense', 'moe', 'fp8', 'long_cot' or 'async'. Sets the "
             "`vllm_importance_sampling_*` fields. Unset leaves TRL's own fields in charge."
         },
     )
@@ -155,6 +224,28 @@ class ConsistentGRPOConfig(GRPOConfig):
         metadata={
             "help": "Divide the weights by their mean over all ranks, after rejections: 'token' (mean over kept "
             "tokens), 'sequence' (mean over completions of their mean weight) or 'none'."
+        },
+    )
+    correction_trust_regions: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Masks that look at the current policy and the advantage, with their bounds, as JSON: "
+            "'{\"tv\": 0.15}', '{\"kl\": 0.05}' (DPPO) or '{\"opsm\": 0.5}' (off-policy sequence mask)."
+        },
+    )
+    correction_reject_baseline: str = field(
+        default="keep",
+        metadata={
+            "help": "Whether a completion that was rejected whole still counts in the reward baseline of its group: "
+            "'keep' or 'exclude'."
+        },
+    )
+    old_logprobs: str = field(
+        default="auto",
+        metadata={
+            "help": "Where the log-probs of the policy that sampled come from: 'recompute' (an extra forward), 'reuse' "
+            "(the training forward), 'rollout' (the engine's own) or 'auto' ('reuse' where a correction of ours is set "
+            "and reuse is exact, else what TRL does)."
         },
     )
     rollout_engine_kwargs: dict | str | None = field(
@@ -179,25 +270,32 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
         one_of("rollout_verify_sync", self.rollout_verify_sync, VERIFY_SYNC)
         super().__post_init__()
-        for name in ("correction_rejections", "rollout_engine_kwargs"):
+        one_of("old_logprobs", self.old_logprobs, OLD_LOGPROBS)
+        one_of("correction_reject_baseline", self.correction_reject_baseline, REJECT_BASELINES)
+        for name in ("correction_rejections", "correction_trust_regions", "rollout_engine_kwargs"):
             if isinstance(getattr(self, name), str):  # TRL has parsed it if it was a JSON object
                 raise ValueError(f"`{name}` must be a JSON object, got {getattr(self, name)!r}.")
         one_of("correction_normalize", self.correction_normalize, NORMALIZATIONS)
         correction = correction_of(self)  # checks the bounds
-        if not (self.use_vllm and self.vllm_importance_sampling_correction):
-            for name, unset in (("correction_rejections", (None, {})), ("correction_normalize", ("none",))):
-                if getattr(self, name) not in unset:
+        if correction is None or self.correction == "none":
+            for name in ("rejections", "trust_regions", "normalize", "reject_baseline"):
+                value, default = getattr(self, f"correction_{name}"), type(self).__dataclass_fields__
+                if value not in (default[f"correction_{name}"].default, {}):
                     raise ValueError(
-                        f"`{name}={getattr(self, name)!r}` needs a correction to go with: set `use_vllm=True` and a "
+                        f"`correction_{name}={value!r}` needs a correction to go with: set `use_vllm=True` and a "
                         "`correction` other than 'none', or leave it unset."
                     )
-        if correction is not None and correction.action != "none" and self.loss_type == "vespo":
-            if correction.level != "token" or correction.action == "reject":
-                raise ValueError(
-                    f"`loss_type='vespo'` works with token_truncate and token_mask corrections only, got "
-                    f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}`"
-                    + (f" (from `correction={self.correction!r}`)." if self.correction else ".")
-                )
+        if correction is not None and correction.acts:
+            self._check_loss(correction)
+        if self.correction_reject_baseline == "exclude" and self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "`correction_reject_baseline='exclude'` works with `multi_objective_aggregation='sum_then_normalize'` "
+                f"only, got {self.multi_objective_aggregation!r}."
+            )
+        if self.old_logprobs == "reuse" and (reason := reuse_obstacle(self, correction)):
+            raise ValueError(f"`old_logprobs='reuse'` is not possible: {reason}. Set 'recompute' or 'auto'.")
+        if self.old_logprobs == "rollout" and (reason := in_loss_obstacle(self, correction)):
+            raise ValueError(f"`old_logprobs='rollout'` is not possible: {reason}. Set 'recompute' or 'auto'.")
         for key in self.rollout_engine_kwargs or {}:
             if key in _ENGINE_KEYS_OF_TRL:
                 raise ValueError(f"`rollout_engine_kwargs` must not contain {key!r}: {_ENGINE_KEYS_OF_TRL[key]}.")
@@ -209,20 +307,41 @@ class ConsistentGRPOConfig(GRPOConfig):
         if self.use_vllm:
             self._check_sampling()
 
+    def _check_loss(self, correction: Correction) -> None:
+        """Refuses corrections that the loss cannot take."""
+        if self.loss_type == "vespo" and not self.use_vllm:
+            raise ValueError(
+                "`loss_type='vespo'` takes its weights inside a sequence ratio, where only TRL's vLLM path puts them: "
+                "set `use_vllm=True`, or another `loss_type`."
+            )
+        if self.loss_type == "vespo" and any(region.kind != "opsm" for region in correction.trust_regions):
+            raise ValueError(
+                "`loss_type='vespo'` multiplies the weights of a completion, so that one masked token would mask all: "
+                f"it works with the trust region 'opsm' only, got {self.correction_trust_regions or self.correction!r}."
+            )
+        if self.loss_type == "vespo" and correction.action != "none":
+            if correction.level != "token" or correction.action == "reject":
+                raise ValueError(
+                    f"`loss_type='vespo'` works with token_truncate and token_mask corrections only, got "
+                    f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}`"
+                    + (f" (from `correction={self.correction!r}`)." if self.correction else ".")
+                )
+        if correction.rejects and self.loss_type in ROW_COUNT_LOSSES and has_entropy_bonus(self):
+            raise ValueError(
+                f"With rejections, `loss_type={self.loss_type!r}` divides by the number of completions that are kept, "
+                "which an entropy bonus must not follow: set `loss_type='dapo'` or 'bnpo', a correction that masks "
+                "instead of rejecting, or no entropy bonus."
+            )
+
     def _apply_preset(self, correction: Correction) -> None:
         """Writes the preset into TRL's fields; a field that holds neither TRL's default nor the preset's value is
         somebody's decision, and contradicts it."""
-        wanted: dict[str, Any] = {"vllm_importance_sampling_correction": correction.action != "none"}
+        wanted: dict[str, Any] = {"vllm_importance_sampling_correction": correction.acts}
         defaults = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
         names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")]
         if correction.action == "none":
             wanted |= {name: defaults[name] for name in names}
         else:
-            if not self.use_vllm:
-                raise ValueError(
-                    f"`correction={self.correction!r}` needs the rollout engine's log-probs: set `use_vllm=True`, or "
-                    "leave `correction` unset."
-                )
             mode = f"{correction.level}_{correction.action}"
             wanted |= dict(zip(names, (mode, correction.lower, correction.upper), strict=True))
         if self.vllm_importance_sampling_cap is not None:

@@ -18,20 +18,28 @@ from .ratios import (
     MAX_LOG_RATIO,
     check_shapes,
     level_log_ratio,
+    row_blocks,
     scored_tokens,
     turn_index,
     turn_sums,
+    wide_dtype,
 )
 
 
 ACTIONS = ("none", "truncate", "mask", "reject")
 NORMALIZATIONS = ("none", "token", "sequence")
 
-STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "exp_abs")
-"""What a rejection can look at; see [`Rejection`]."""
+_LEVELS_OF_OTHERS = ("token", "turn_mean", "turn_max", "sequence_sum", "sequence_mean", "sequence_max")
 
-RATIO_LEVELS = (*LEVELS, "sequence_min", "sequence_max")
-STATISTIC_LEVELS = ("token", "turn_mean", "turn_max", "sequence_sum", "sequence_mean", "sequence_max")
+STATISTICS = {
+    "ratio": (*LEVELS, "sequence_min", "sequence_max"),
+    **dict.fromkeys(("k1", "k2", "k3", "tv", "binary_kl", "exp_abs"), _LEVELS_OF_OTHERS),
+    "m2": ("batch",),
+}
+"""What a rejection can look at, and at which levels; see [`Rejection`]."""
+
+TRUST_REGIONS = ("tv", "kl", "opsm")
+"""What a [`TrustRegion`] can look at."""
 
 
 def check_bounds(owner: str, lower: float | None, upper: float | None, signed: bool = False) -> None:
@@ -58,7 +66,9 @@ class Rejection:
     - `k1`, `k2`, `k3`: `-d`, `d^2 / 2` and `exp(d) - 1 - d` (see `kl.py`);
     - `tv`: `|p - q|`, the total variation between the two on "this token or another";
     - `binary_kl`: the larger of `KL(p || q)` and `KL(q || p)` on "this token or another", as in KPop;
-    - `exp_abs`: `exp(|d|)`, the multiplicative error of NeMo-RL.
+    - `exp_abs`: `exp(|d|)`, the multiplicative error of NeMo-RL;
+    - `m2`: `d^2`, at level `batch` only: tokens with the largest `d^2` leave until the mean of the others is within the
+      upper bound (M2PO, https://huggingface.co/papers/2510.01161). The batch is the rollout batch of a rank.
 
     Example:
 
@@ -82,7 +92,7 @@ class Rejection:
     def __post_init__(self) -> None:
         if self.statistic not in STATISTICS:
             raise ValueError(f"Rejection statistic is {self.statistic!r}. Expected one of {', '.join(STATISTICS)}.")
-        levels = RATIO_LEVELS if self.statistic == "ratio" else STATISTIC_LEVELS
+        levels = STATISTICS[self.statistic]
         if self.level not in levels:
             raise ValueError(
                 f"Rejection level of {self.statistic} is {self.level!r}. Expected one of {', '.join(levels)}."
@@ -90,6 +100,8 @@ class Rejection:
         check_bounds(f"Rejection {self.name}", self.lower, self.upper, signed=self.statistic == "k1")
         if self.lower is None and self.upper is None:
             raise ValueError(f"Rejection {self.name} needs a lower or an upper bound, got neither.")
+        if self.level == "batch" and (self.upper is None or self.lower is not None):
+            raise ValueError(f"Rejection {self.name} takes an upper bound only, got [{self.lower}, {self.upper}].")
 
     @property
     def name(self) -> str:
@@ -98,8 +110,33 @@ class Rejection:
 
 
 @dataclass(frozen=True)
+class TrustRegion:
+    """Weight 0 for what the current policy has already moved too far from the engine, in the direction its advantage
+    pushes. It needs the current policy, so it acts in the loss; see [`trust_region_mask`].
+
+    Example:
+
+    ```python
+    >>> TrustRegion("tv", 0.15)
+    ```
+    """
+
+    kind: str
+    """`tv` (difference of the token's probabilities) or `kl` (KL of "this token or another"), the two masks of DPPO,
+    https://huggingface.co/papers/2602.04879, per token; `opsm` (mean k1 over the completion, negative advantages only),
+    the off-policy sequence mask of DeepSeek-V3.2, https://huggingface.co/papers/2512.02556."""
+    bound: float
+    """Largest divergence that is kept."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in TRUST_REGIONS:
+            raise ValueError(f"Trust region is {self.kind!r}. Expected one of {', '.join(TRUST_REGIONS)}.")
+        check_bounds(f"Trust region {self.kind}", None, self.bound)
+
+
+@dataclass(frozen=True)
 class Correction:
-    """What to do with the mismatch ratio: level x action x bounds, then rejections.
+    """What to do with the mismatch ratio: level x action x bounds, then rejections, then trust regions.
 
     Bounds are on the ratio (never on its inverse), inclusive; `None` is open.
 
@@ -121,6 +158,8 @@ class Correction:
     """Largest ratio inside the bounds."""
     rejections: tuple[Rejection, ...] = ()
     """Further rules; a token stays in the loss only if it passes all of them."""
+    trust_regions: tuple[TrustRegion, ...] = ()
+    """Masks that look at the current policy and the advantage."""
     normalize: str = "none"
     """`token` or `sequence`: divide the weights by their mean over kept tokens (over completions of their mean weight),
     so that a correction does not change the size of the step. The mean is over all ranks, so the caller divides, see
@@ -146,6 +185,14 @@ class Correction:
         """Whether tokens can leave the loss mask."""
         return self.action == "reject" or bool(self.rejections)
 
+    @property
+    def acts(self) -> bool:
+        """Whether it can change a loss."""
+        return self.action != "none" or bool(self.rejections) or bool(self.trust_regions)
+
+
+# One catastrophic token vetoes its completion: slime's default, verl's recommendation.
+_VETO = Rejection("sequence_min", lower=1e-4)
 
 PRESETS: dict[str, Correction] = {
     "none": Correction(source="measure only"),
@@ -175,6 +222,57 @@ PRESETS: dict[str, Correction] = {
     ),
     "prefix_tis": Correction(
         "prefix", "truncate", None, 2.0, source="per-decision importance sampling (Precup et al., 2000), truncated"
+    ),
+    "dppo_tv": Correction(
+        "token",
+        "truncate",
+        None,
+        20.0,
+        trust_regions=(TrustRegion("tv", 0.15),),
+        source="https://huggingface.co/papers/2602.04879 (0.15, C = 20)",
+    ),
+    "dppo_kl": Correction(
+        "token",
+        "truncate",
+        None,
+        20.0,
+        trust_regions=(TrustRegion("kl", 0.05),),
+        source="https://huggingface.co/papers/2602.04879 (0.05, C = 20)",
+    ),
+    "opsm": Correction(
+        trust_regions=(TrustRegion("opsm", 0.5),),
+        source="https://huggingface.co/papers/2512.02556, eq. 9; 0.5 as TRL suggests for `off_policy_mask_threshold`",
+    ),
+    "m2po": Correction(
+        rejections=(Rejection("batch", None, 0.04, "m2"),), source="https://huggingface.co/papers/2510.01161 (0.04)"
+    ),
+    "dense": Correction(
+        "token", "truncate", None, 2.0, rejections=(_VETO,), source="bundle: `tis` and the veto of slime (1e-4)"
+    ),
+    "moe": Correction("token", "mask", 0.5, 5.0, rejections=(_VETO,), source="bundle: `icepop` and the veto (1e-4)"),
+    "fp8": Correction(
+        "token",
+        "truncate",
+        None,
+        2.0,
+        rejections=(Rejection("sequence_mean", None, 0.01, "k3"),),
+        source="bundle: C = 2 of FlashRL's FP8 runs, k3 of verl's `decoupled_k3_rs` (0.01)",
+    ),
+    "long_cot": Correction(
+        "token",
+        "truncate",
+        0.5,
+        1.5,
+        rejections=(Rejection("geometric", 0.99, 1.001), _VETO),
+        source="bundle: `tis_geo_rs` and the veto (1e-4)",
+    ),
+    "async": Correction(
+        "token",
+        "truncate",
+        None,
+        5.0,
+        rejections=(Rejection("batch", None, 0.04, "m2"),),
+        source="bundle: `m2po` on the decoupled loss of https://huggingface.co/papers/2505.24298 (C = 5)",
     ),
 }
 """The published corrections by name."""
@@ -310,12 +408,44 @@ def correct(
     Source: the importance weight of an off-policy sample, https://huggingface.co/papers/1802.01561, sec. 4.1.
     """
     check_shapes(mismatch_log_ratio=mismatch_log_ratio, mask=mask)
-    inside = mask.bool()
-    d = torch.where(inside, mismatch_log_ratio.detach().float(), 0.0)
+    d, inside = mismatch_log_ratio.detach(), mask.bool()
+    rules = [rule for rule in correction.rejections if rule.level != "batch"]
+    bounds = [rule.upper for rule in correction.rejections if rule.level == "batch" and rule.upper is not None]
+    dropped = [_smallest_dropped(d, inside, bound) for bound in bounds]
+    whole = (torch.empty_like(d, dtype=torch.float32), *(torch.empty_like(inside) for _ in range(5)))
+    for rows in row_blocks(d):
+        known = None if sampling is None else sampling[rows]
+        part = _correct_rows(d[rows], inside[rows], correction, rules, dropped, known)
+        for tensor, rows_of_it in zip(whole, part, strict=True):
+            tensor[rows] = rows_of_it
+    return CorrectionResult(*whole)
+
+
+def _smallest_dropped(d: Float[Tensor, "B T"], inside: Bool[Tensor, "B T"], bound: float) -> Float[Tensor, ""]:
+    """The smallest `d^2` to drop, with all larger ones, so that the mean over what stays is within the bound; inf if
+    nothing needs to go."""
+    squares = torch.where(inside & torch.isfinite(d), d.float().square(), math.inf).flatten().sort().values
+    # the mean of the n smallest grows with n
+    means = squares.cumsum(0, dtype=wide_dtype(d)) / torch.arange(1, len(squares) + 1, device=d.device)
+    return torch.where(means > bound, squares, math.inf).amin() if len(squares) else d.new_full((), math.inf)
+
+
+def _correct_rows(
+    d: Float[Tensor, "B T"],
+    inside: Bool[Tensor, "B T"],
+    correction: Correction,
+    rules: list[Rejection],
+    dropped: list[Float[Tensor, ""]],
+    sampling: Float[Tensor, "B T"] | None,
+) -> tuple[Tensor, ...]:
+    """The fields of [`CorrectionResult`] for a few rows; `dropped` is what [`_smallest_dropped`] found on all."""
+    d = torch.where(inside, d.float(), 0.0)
     none = torch.zeros_like(inside)
 
     if correction.action == "none":
         weights, low, high = torch.ones_like(d), none, none
+        if correction.acts:
+            weights = weights.masked_fill(torch.isinf(d), 0.0)
     else:
         ratio, low, high = _outside(d, inside, correction.level, correction.lower, correction.upper)
         if correction.action == "truncate":
@@ -327,14 +457,14 @@ def correct(
         low, high = low & inside, high & inside
 
     rejected_low, rejected_high = (low, high) if correction.action == "reject" else (none, none)
-    for rule in correction.rejections:
+    for rule in rules:
         rule_low, rule_high = _violations(d, inside, rule, sampling)
         rejected_low = rejected_low | (rule_low & inside)
         rejected_high = rejected_high | (rule_high & inside)
+    for smallest in dropped:
+        rejected_high = rejected_high | ((d.square() >= smallest) & inside)
     keep_mask = inside & ~rejected_low & ~rejected_high
-
-    weights = torch.where(keep_mask, weights, 1.0)
-    return CorrectionResult(weights, keep_mask, low, high, rejected_low, rejected_high)
+    return torch.where(keep_mask, weights, 1.0), keep_mask, low, high, rejected_low, rejected_high
 
 
 def normalized(
@@ -351,3 +481,47 @@ def normalized(
     """
     divisor = torch.where(mean > 0, mean, 1.0).to(weights.dtype)
     return torch.where(keep_mask, weights / divisor, 1.0)
+
+
+def trust_region_mask(
+    per_token_logps: Float[Tensor, "B T"],
+    sampling: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B #T"],
+    mask: Shaped[Tensor, "B T"],
+    region: TrustRegion,
+) -> Bool[Tensor, "B #T"]:
+    """Where a trust region lets the gradient through.
+
+    DPPO stops a token whose probability has left the region upward while its advantage is positive, or downward while
+    it is negative. OPSM stops a completion with a negative advantage whose mean `log mu - log pi` is above the bound.
+
+    Args:
+        per_token_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs (nats) of the current policy.
+        sampling (`torch.Tensor` of shape `(B, T)`):
+            Log-probs (nats) the engine sampled with. An unscored token (NaN) stops nothing.
+        advantages (`torch.Tensor` of shape `(B, 1)` or `(B, T)`):
+            Advantages of the completions.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            `completion_mask * tool_mask`; any dtype, non-zero is in.
+        region ([`TrustRegion`]):
+            Kind and bound.
+
+    Returns:
+        `torch.Tensor` of bool, `(B, 1)` for `opsm` with one advantage per completion, else `(B, T)`.
+
+    Sign: of `pi - mu`, against that of the advantage.
+    Masked positions: `True` per token, ignored per completion.
+    Source: https://huggingface.co/papers/2602.04879 and https://huggingface.co/papers/2512.02556, eq. 9.
+    """
+    check_shapes(per_token_logps=per_token_logps, sampling=sampling, mask=mask)
+    current, sampling = per_token_logps.detach().float(), sampling.detach().float()
+    usable = mask.bool() & torch.isfinite(current) & torch.isfinite(sampling)
+    current, sampling = torch.where(usable, current, 0.0), torch.where(usable, sampling, 0.0)
+    if region.kind == "opsm":
+        # TRL divides by all tokens of the mask, an unscored one counts as 0
+        mean = (sampling - current).sum(dim=-1, keepdim=True) / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
+        return (advantages >= 0) | (mean <= region.bound)
+    away = (current - sampling).sign() * advantages > 0
+    divergence = (current.exp() - sampling.exp()).abs() if region.kind == "tv" else _bernoulli_kl(sampling, current)
+    return ~(away & (divergence > region.bound) & usable)

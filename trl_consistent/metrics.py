@@ -12,12 +12,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from .corrections import CorrectionResult
 from .kl import kl_k3
-from .ratios import MAX_LOG_RATIO, check_shapes, level_log_ratio, mismatch_log_ratio, scored_tokens
+from .ratios import (
+    MAX_LOG_RATIO,
+    check_shapes,
+    level_log_ratio,
+    mismatch_log_ratio,
+    row_blocks,
+    scored_tokens,
+    wide_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -179,9 +187,15 @@ METRICS: dict[str, Metric] = {
             for side, where in (("low", "below"), ("high", "above"))
         ),
         Metric(
+            "correction/trust_region_fraction",
+            "share",
+            "tokens that a trust region gives weight 0",
+            "over tokens in the mask after rejections",
+        ),
+        Metric(
             "correction/rejected_batches",
             "count",
-            "rollout batches (of one rank) that were rejected whole",
+            "rollout batches (of all ranks) that were rejected whole",
             "sum",
             (None, 0.0),
             "it contributes nothing to the update",
@@ -195,6 +209,7 @@ METRICS: dict[str, Metric] = {
             _VERL,
         ),
         Metric("correction/weight/std", "ratio", "spread of the weights", "over kept tokens", (None, 1.0), _VERL),
+        Metric("correction/weight/min", "ratio", "smallest weight", "minimum"),
         Metric("correction/weight/max", "ratio", "largest weight", "maximum"),
         Metric(
             "correction/ess",
@@ -229,11 +244,14 @@ _REDUCE: dict[Reduction, Callable[[Tensor], Tensor]] = {
 
 
 def merge(parts: Iterable[dict[str, Stat]]) -> dict[str, Stat]:
-    """Merges statistics of disjoint sets of tokens (micro-batches, ranks, steps); all parts hold the same keys."""
-    parts = list(parts)
+    """Merges statistics of disjoint sets of tokens (micro-batches, ranks, steps), key by key."""
+    found: dict[str, list[Stat]] = {}
+    for part in parts:
+        for key, stat in part.items():
+            found.setdefault(key, []).append(stat)
     return {
-        key: Stat(_REDUCE[stat.reduction](torch.stack([part[key].value for part in parts])), stat.reduction)
-        for key, stat in parts[0].items()
+        key: Stat(_REDUCE[stats[0].reduction](torch.stack([stat.value for stat in stats])), stats[0].reduction)
+        for key, stats in found.items()
     }
 
 
@@ -266,14 +284,8 @@ def _quantile(counts: list[float], q: float, lowest: float, highest: float) -> f
     return highest
 
 
-# Rows are worked on in blocks of about this many tokens: what is in between stays in a CPU's cache, or small on a GPU.
-_TOKENS_AT_ONCE = {"cpu": 1 << 16}
-_TOKENS_AT_ONCE_ELSEWHERE = 1 << 22
-
-
 def _wide(value: Tensor) -> Tensor:
-    """`value` in the type sums are kept in: float64, where the device has it."""
-    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    return value.to(wide_dtype(value))
 
 
 def _scalar(value: Tensor, reduction: Reduction = "sum") -> Stat:
@@ -295,12 +307,10 @@ def mismatch_metrics(
     completion with an infinite token enters no sequence statistic. Rows without tokens enter nothing.
     """
     check_shapes(old=old, sampling=sampling, mask=mask)
-    rows = max(_TOKENS_AT_ONCE.get(old.device.type, _TOKENS_AT_ONCE_ELSEWHERE) // max(old.shape[1], 1), 1)
-    starts = range(0, max(len(old), 1), rows)
-    return merge(_block_metrics(*(x[start : start + rows] for x in (old, sampling, mask))) for start in starts)
+    return merge(_mismatch_rows(*(x[rows] for x in (old, sampling, mask))) for rows in row_blocks(old))
 
 
-def _block_metrics(
+def _mismatch_rows(
     old: Float[Tensor, "B T"], sampling: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Stat]:
     """[`mismatch_metrics`] of a few rows."""
@@ -310,7 +320,7 @@ def _block_metrics(
     infinite = torch.isinf(d)
     scored = scored & ~infinite
 
-    wide = _wide(d[:0]).dtype
+    wide = wide_dtype(d)
 
     def total(x: Tensor) -> Stat:
         return _scalar(torch.where(scored, x, 0.0).sum(dtype=wide))
@@ -388,19 +398,31 @@ def correction_metrics(mask: Shaped[Tensor, "B T"], result: CorrectionResult, ac
     Masked positions: ignored. Weights are counted over the kept tokens only.
     """
     check_shapes(mask=mask, weights=result.weights)
+    return merge(
+        _correction_rows(mask[rows].bool(), CorrectionResult(*(x[rows] for x in vars(result).values())), action)
+        for rows in row_blocks(mask)
+    )
+
+
+def _correction_rows(inside: Bool[Tensor, "B T"], result: CorrectionResult, action: str) -> dict[str, Stat]:
+    """[`correction_metrics`] of a few rows."""
     kept = result.keep_mask
-    weights = _wide(torch.where(kept, result.weights, 0.0))
+    weights = torch.where(kept, result.weights, 0.0)
+    wide = wide_dtype(weights)
     none = torch.zeros((), device=weights.device)
-    row_means = weights.sum(dim=-1) / kept.sum(dim=-1).clamp(min=1)
+    row_weights, row_kept = weights.sum(dim=-1, dtype=wide), kept.sum(dim=-1)
+    emptied = inside.any(dim=-1) & (row_kept == 0)
     verb = {"none": "", "truncate": "truncated", "mask": "masked", "reject": ""}[action]
     stats = {
-        "correction_tokens": _scalar(mask.bool().sum()),
-        "kept": _scalar(kept.sum()),
-        "all_rejected": _scalar(mask.bool().any() & ~kept.any()),
-        "weight": _scalar(weights.sum()),
-        "weight_squared": _scalar(weights.square().sum()),
-        "kept_sequences": _scalar(kept.any(dim=-1).sum()),
-        "sequence_weight": _scalar(row_means.sum()),
+        "correction_tokens": _scalar(inside.sum()),
+        "kept": _scalar(row_kept.sum()),
+        "rows": _scalar(torch.tensor(len(inside), device=weights.device)),
+        "rejected_rows": _scalar(emptied.sum()),
+        "weight": _scalar(row_weights.sum()),
+        "weight_squared": _scalar(weights.square().sum(dtype=wide)),
+        "kept_sequences": _scalar((row_kept > 0).sum()),
+        "sequence_weight": _scalar((row_weights / row_kept.clamp(min=1)).sum()),
+        "weight_min": _scalar(torch.where(kept, weights, math.inf).amin(), "min"),
         "weight_max": _scalar(torch.where(kept, weights, -math.inf).amax(), "max"),
         "rejected_low": _scalar(result.rejected_low.sum()),
         "rejected_high": _scalar(result.rejected_high.sum()),
@@ -409,6 +431,19 @@ def correction_metrics(mask: Shaped[Tensor, "B T"], result: CorrectionResult, ac
         stats[f"{name}_low"] = _scalar(result.low.sum() if name == verb else none)
         stats[f"{name}_high"] = _scalar(result.high.sum() if name == verb else none)
     return stats
+
+
+def trust_region_metrics(mask: Shaped[Tensor, "B T"], passes: Bool[Tensor, "B T"]) -> dict[str, Stat]:
+    """Statistics of what trust regions stopped among the tokens of `mask`. Masked positions: ignored."""
+    return {"region_tokens": _scalar(mask.bool().sum()), "region_stopped": _scalar((mask.bool() & ~passes).sum())}
+
+
+def counted_as_batch(stats: dict[str, Stat]) -> dict[str, Stat]:
+    """The statistics of one whole rollout batch (all ranks, all micro-batches), with whether all of it was rejected."""
+    if "kept" not in stats:
+        return stats
+    rejected = (stats["correction_tokens"].value > 0) & (stats["kept"].value == 0)
+    return {**stats, "rejected_batches": Stat(rejected.to(stats["kept"].value.dtype), "sum")}
 
 
 def _exp(x: float) -> float:
@@ -424,6 +459,8 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
         stats (`dict[str, Stat]`):
             From [`mismatch_metrics`], with or without those of [`correction_metrics`].
     """
+    if "rejected_batches" not in stats:
+        stats = counted_as_batch(stats)
     flat = torch.cat([stat.value for stat in stats.values()]).tolist()
     values: dict[str, list[float]] = {}
     for key, stat in stats.items():
@@ -432,10 +469,10 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
     v = {key: value[0] for key, value in values.items() if len(value) == 1}
 
     out: dict[str, float] = {}
-    if v["tokens"]:
+    if v.get("tokens"):
         out["mismatch/unscored_fraction"] = v["unscored"] / v["tokens"]
         out["mismatch/nonfinite_count"] = v["nonfinite"]
-    n = v["scored"]
+    n = v.get("scored")
     if n:
         out["mismatch/diff/mean"] = v["diff"] / n
         out["mismatch/abs_diff/mean"] = v["abs_diff"] / n
@@ -463,7 +500,7 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
         if var_old > 0 and var_sampling > 0:
             covariance = v["p_product"] / n - v["p_old"] * v["p_sampling"] / n**2
             out["mismatch/pearson"] = covariance / math.sqrt(var_old * var_sampling)
-    rows = v["sequences"]
+    rows = v.get("sequences")
     if rows:
         log_mean = v["log_sequence"] - math.log(rows)
         log_second_moment = v["log_sequence_doubled"] - math.log(rows)
@@ -483,13 +520,16 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
         for verb in ("truncated", "masked", "rejected"):
             for side in ("low", "high"):
                 out[f"correction/{verb}_fraction/{side}"] = v[f"{verb}_{side}"] / v["correction_tokens"]
-        out["correction/rejected_batches"] = v["all_rejected"]
+        out["correction/rejected_batches"] = v["rejected_batches"]
         kept = v["kept"]
         if kept:
             mean, mean_square = v["weight"] / kept, v["weight_squared"] / kept
             out["correction/weight/mean"] = mean
             out["correction/weight/std"] = math.sqrt(max(mean_square - mean**2, 0.0))
+            out["correction/weight/min"] = v["weight_min"]
             out["correction/weight/max"] = v["weight_max"]
             if mean_square:
                 out["correction/ess"] = mean**2 / mean_square
+    if v.get("region_tokens"):
+        out["correction/trust_region_fraction"] = v["region_stopped"] / v["region_tokens"]
     return out

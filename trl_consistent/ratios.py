@@ -8,6 +8,7 @@ Shapes: B completions, T completion tokens.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -18,6 +19,23 @@ LEVELS = ("token", "sequence", "geometric", "prefix", "turn")
 
 MAX_LOG_RATIO = 40.0
 """Where a ratio saturates: e^40 squared still fits in float32, and a ratio beyond it says nothing more."""
+
+
+# Rows are worked on in blocks of about this many tokens: what is in between stays in a CPU's cache, or small on a GPU.
+_TOKENS_AT_ONCE = {"cpu": 1 << 16}
+_TOKENS_AT_ONCE_ELSEWHERE = 1 << 22
+
+
+def row_blocks(x: Shaped[Tensor, "B T"]) -> Iterator[slice]:
+    """Slices of rows that together are all of `x`, at least one of them."""
+    rows = max(_TOKENS_AT_ONCE.get(x.device.type, _TOKENS_AT_ONCE_ELSEWHERE) // max(x.shape[1], 1), 1)
+    for start in range(0, max(len(x), 1), rows):
+        yield slice(start, start + rows)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The type sums of many values of `x` are kept in: float64, where its device has it."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def check_shapes(**tensors: Tensor) -> None:

@@ -2,8 +2,10 @@
 """`ConsistentGRPOTrainer`: TRL's trainer, with what it returned edited. The math is in `corrections.py` and
 `metrics.py`, the engine in `rollout/vllm.py`."""
 
+import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +15,24 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _compat
-from .config import ConsistentGRPOConfig, correction_of
-from .corrections import Correction, correct, normalized
-from .metrics import Stat, correction_metrics, finalize, merge, mismatch_metrics
+from .config import (
+    ROW_COUNT_LOSSES,
+    TOKEN_COUNT_LOSSES,
+    ConsistentGRPOConfig,
+    correction_of,
+    in_loss_obstacle,
+    reuse_obstacle,
+)
+from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
+from .metrics import (
+    Stat,
+    correction_metrics,
+    counted_as_batch,
+    finalize,
+    merge,
+    mismatch_metrics,
+    trust_region_metrics,
+)
 from .ratios import mismatch_log_ratio
 from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
 
@@ -25,6 +42,15 @@ logger = logging.getLogger(__name__)
 
 # Statistics whose quotient is the mean weight, by `Correction.normalize`.
 _MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
+
+
+def _as_trl_logs(args: GRPOConfig) -> dict[str, str]:
+    """What TRL logs when it computes the ratio, with the metrics that hold it when we do."""
+    known = args.vllm_importance_sampling_mode in _compat.TRL_MODES  # else it logs the raw ratio
+    ratio = "correction/weight" if known else "mismatch/ratio"
+    names = {f"importance_sampling_ratio/{name}": f"{ratio}/{name}" for name in ("min", "mean", "max")}
+    names |= {f"sampling_logp_difference/{name}": f"mismatch/abs_diff/{name}" for name in ("mean", "max")}
+    return {f"sampling/{name}": key for name, key in names.items()}
 
 
 def _option(args: GRPOConfig | None, name: str) -> Any:
@@ -67,8 +93,13 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     # Class-level, because TRL's tests build trainers without `__init__`; rebound, never changed in place.
     _correction: Correction | None = None
     _replaces_ratio = False
-    _training_logps: Tensor | None = None
+    _old_logprobs = "recompute"
+    _in_loss: dict[str, Any] | None = None
+    _aux_loss: Tensor | None = None
     _micro_batches: tuple[dict[str, Stat], ...] = ()
+    _late_losses: tuple[Tensor, ...] = ()
+    _late_scale: Tensor | None = None
+    _rewards: Tensor | None = None
     _window: dict[str, dict[str, Stat]] = {}
     rollout_func: Callable[..., dict[str, Any]] | None
 
@@ -82,14 +113,28 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if self.rollout_func is not None:
             self.rollout_func = _checked(self.rollout_func)
         self._correction = correction_of(self.args)
+        if self._correction is not None and not self._correction.acts:
+            self._correction = None
         preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
         known_to_trl = mode in _compat.TRL_MODES
         self._replaces_ratio = self._correction is not None and (
-            preset not in (None, "none")
+            preset is not None
             or not known_to_trl
             or bool(self._correction.rejections)
+            or bool(self._correction.trust_regions)
             or self._correction.normalize != "none"
         )
+        if self._correction is not None and not self.use_vllm and self.rollout_func is None:
+            raise ValueError(
+                f"`correction={preset!r}` needs the log-probs of a rollout engine: set `use_vllm=True`, give a "
+                "`rollout_func` that returns them, or leave `correction` unset."
+            )
+        if self._replaces_ratio and super()._compute_loss.__func__ is not GRPOTrainer._compute_loss:
+            raise ValueError(
+                f"{type(self).__name__} inherits a loss that is not `GRPOTrainer`'s and may ignore weights: leave "
+                "`correction` unset, or put the weights into that loss yourself."
+            )
+        self._old_logprobs = self._source_of_old_logprobs()
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
             if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
                 info = self.vllm_generation.vllm_client.get_server_info()
@@ -98,57 +143,231 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
 
+    def _source_of_old_logprobs(self) -> str:
+        """`recompute` (TRL's rule), `reuse` or `rollout`; speaks up, once, where `auto` would have liked to reuse."""
+        asked, correction = _option(self.args, "old_logprobs"), self._correction
+        if asked == "auto" and not self._replaces_ratio or asked == "recompute":
+            return "recompute"
+        late = correction is not None and correction.rejects and self.args.steps_per_generation > 1
+        late = late and self.args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES
+        reason = (
+            in_loss_obstacle(self.args, correction) if asked == "rollout" else reuse_obstacle(self.args, correction)
+        )
+        if reason is None and late and (self.aux_loss_enabled or self.is_deepspeed_enabled):
+            name = "the auxiliary loss of the router" if self.aux_loss_enabled else "DeepSpeed"
+            reason = f"with rejections, the gradient is scaled after the last micro-batch, which {name} does not allow"
+        if asked == "rollout":
+            if reason is None and not self.use_vllm and self.rollout_func is None:
+                reason = "there is no rollout engine whose log-probs could be used"
+            if reason is not None:
+                raise ValueError(f"`old_logprobs='rollout'` is not possible: {reason}. Set 'recompute' or 'auto'.")
+            if correction is not None and correction.action == "truncate" and self.accelerator.is_main_process:
+                logger.warning(
+                    "With `old_logprobs='rollout'`, the ratio of the loss is pi / mu already and every weight is 1: the "
+                    "bounds of the truncation have no effect, those of the loss (`epsilon`) act in their place."
+                )
+            return asked
+        if reason is None and (dropout := _compat.dropout_in(self.model)) is not None:
+            reason = f"dropout is on (in {dropout!r}), so that two forwards differ"
+        if reason is None:
+            return "reuse"
+        if asked == "reuse":
+            raise ValueError(f"`old_logprobs='reuse'` is not possible: {reason}. Set 'recompute' or 'auto'.")
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"The old log-probs take an extra forward per rollout batch, and cannot be read from the training "
+                f"forward: {reason}. `old_logprobs='recompute'` silences this."
+            )
+        return "recompute"
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         check_completions(completion_ids, logprobs)
         return completion_ids, logprobs
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._old_logprobs != "recompute":
+            context = _compat.old_logprobs(self, computed=False)
+        elif self._correction is not None and not self.use_vllm:
+            context = _compat.old_logprobs(self, computed=True)
+        with context:
+            output = super()._generate_and_score_completions(inputs)
+        rewards, self._rewards = self._rewards, None
         sampling, old = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
-        if sampling is None or old is None:
-            return output  # nothing to compare, or compared in the training forward, see `_compute_loss`
+        if self._correction is not None and sampling is None:
+            raise ValueError(
+                "The correction needs the log-probs of the rollout engine, but the rollout returned none."
+            )
+        if sampling is None or self._old_logprobs != "recompute" or old is None:
+            return output  # nothing to compare, or compared between the training forward and the loss
         mask = self._loss_mask(output)
-        stats = mismatch_metrics(old, sampling, mask)
-        correction = self._correction
-        if correction is None or "importance_sampling_ratio" not in output:
-            self._record(stats)
+        if self._correction is None:
+            self._record(mismatch_metrics(old, sampling, mask))
             return output
-        result = correct(mismatch_log_ratio(old, sampling, mask), mask, correction, sampling=sampling)
+        result, stats = self._measure(old, sampling, mask)
+        correction = self._correction
         if not self._replaces_ratio:  # what counts is the ratio TRL will use
             weights = output["importance_sampling_ratio"].expand_as(result.weights)
             result = replace(result, weights=torch.where(result.keep_mask, weights, 1.0))
-        stats = self._record(stats | correction_metrics(mask, result, correction.action))
-        if self._replaces_ratio:
-            weights = result.weights
-            if correction.normalize != "none":
-                total, count = _MEANS[correction.normalize]
-                mean = stats[total].value[0] / stats[count].value[0].clamp(min=1)
-                weights = normalized(weights, result.keep_mask, mean)
-            output["importance_sampling_ratio"] = weights
-            if correction.rejects:
-                # TRL's loss mask is completion_mask * tool_mask; only the former also is an attention mask.
-                output["tool_mask"] = result.keep_mask.to(output["completion_mask"].dtype)
-                kept = stats["kept"].value[0]
-                output["num_items_in_batch"] = kept.to(output["num_items_in_batch"].dtype)
+            self._record(stats | correction_metrics(mask, result, correction.action))
+            return output
+        stats, weights = self._record(stats), result.weights
+        if correction.normalize != "none":
+            total, count = _MEANS[correction.normalize]
+            mean = stats[total].value[0] / stats[count].value[0].clamp(min=1)
+            weights = normalized(weights, result.keep_mask, mean)
+        if correction.rejects:
+            # TRL's loss mask is completion_mask * tool_mask; only the former also is an attention mask.
+            output["tool_mask"] = result.keep_mask.to(output["completion_mask"].dtype)
+            self._follow_rejections(output, stats)
+            if _option(self.args, "correction_reject_baseline") == "exclude" and rewards is not None:
+                output["advantages"] = self._advantages_without(mask.any(1) & ~result.keep_mask.any(1), rewards)
+        output.pop("importance_sampling_ratio", None)
+        self._weight(output, weights)
         return output
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._training_logps = output[0].detach()
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple:
+        batch, self._in_loss = self._in_loss, None
+        if batch is not None:  # its completion_mask is the loss mask, what the model attends to is another
+            attention_mask = torch.cat([attention_mask[:, :-logits_to_keep], batch.pop("attended")], dim=1)
+        output = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+        self._aux_loss = output[2]
+        if batch is not None:
+            self._correct_in_loss(batch, output[0].detach())
         return output
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        loss = super()._compute_loss(model, inputs)
-        sampling, logps = inputs.get("sampling_per_token_logps"), self._training_logps
-        self._training_logps = None
-        if sampling is not None and inputs.get("old_per_token_logps") is None and logps is not None:
-            # TRL leaves the old log-probs out exactly when they equal those of this forward.
-            self._micro_batches += (mismatch_metrics(logps, sampling, self._loss_mask(inputs)),)
-            if self.accelerator.sync_gradients or not self.model.training:
-                self._record(merge(self._micro_batches))
-                self._micro_batches = ()
+        batch = inputs
+        regions = self._correction is not None and self._correction.trust_regions
+        if "sampling_per_token_logps" in inputs and (regions or "old_per_token_logps" not in inputs):
+            # TRL reads the loss mask after the forward, so that it can still be changed in between.
+            batch = dict(inputs, completion_mask=self._loss_mask(inputs).clone(), attended=inputs["completion_mask"])
+            batch.pop("tool_mask", None)
+            self._in_loss = batch
+        loss = super()._compute_loss(model, batch)
+        self._in_loss, aux_loss, self._aux_loss = None, self._aux_loss, None
+        if "rejection_scale" not in batch:
+            return loss
+        if aux_loss is None:
+            return batch["rejection_scale"] * loss
+        # The auxiliary loss of the router is no part of what rejections scale.
+        steps = self.current_gradient_accumulation_steps if self.model.training else 1
+        aux_loss = self.router_aux_loss_coef * aux_loss / steps
+        return batch["rejection_scale"] * (loss - aux_loss) + aux_loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._late_scale is not None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._late_scale.to(parameter.grad.dtype))
+            loss = self._late_scale * loss + (self._late_scale - 1) * sum(self._late_losses)
+            self._late_scale, self._late_losses = None, ()
+        elif self._is_late:
+            self._late_losses += (loss,)
         return loss
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a micro-batch does not know the count its loss divides by, because others reject as well."""
+        return (
+            self._old_logprobs != "recompute"
+            and self._correction is not None
+            and self._correction.rejects
+            and self.model.training
+            and self.args.steps_per_generation > 1
+            and self.args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES
+        )
+
+    def _measure(self, old: Tensor, sampling: Tensor, mask: Tensor) -> tuple[CorrectionResult, dict[str, Stat]]:
+        """What the correction makes of a batch, and the statistics of both."""
+        assert self._correction is not None
+        result = correct(mismatch_log_ratio(old, sampling, mask), mask, self._correction, sampling=sampling)
+        stats = mismatch_metrics(old, sampling, mask)
+        return result, stats | correction_metrics(mask, result, self._correction.action)
+
+    def _correct_in_loss(self, batch: dict[str, Any], logps: Tensor) -> None:
+        """Between the forward and the loss of a micro-batch: measures, and puts weights and masks into `batch`."""
+        mask, sampling, correction = batch["completion_mask"], batch["sampling_per_token_logps"], self._correction
+        decides = "old_per_token_logps" not in batch  # else the rollout batch was corrected as a whole
+        stats: dict[str, Stat] = {}
+        if decides and correction is None:
+            stats = mismatch_metrics(logps, sampling, mask)
+        elif decides:
+            result, stats = self._measure(logps, sampling, mask)
+            weights = result.weights
+            if self._old_logprobs == "rollout":  # the ratio of the loss is pi / mu
+                weights = torch.where(weights > 0, 1.0, weights)
+            self._weight(batch, weights)
+            mask.copy_(result.keep_mask)
+        if decides and self._old_logprobs == "rollout":
+            batch["old_per_token_logps"] = torch.where(torch.isfinite(sampling), sampling, logps)
+        if correction is not None and correction.trust_regions:
+            advantages = batch["advantages"]
+            advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+            passes = torch.ones_like(mask, dtype=torch.bool)
+            for region in correction.trust_regions:
+                passes = passes & trust_region_mask(logps, sampling, advantages, mask, region)
+            stats |= trust_region_metrics(mask, passes)
+            self._weight(batch, passes.to(logps.dtype))
+        if not self.model.training:
+            self._settle(batch, stats, decides)
+            return
+        self._micro_batches += (stats,)
+        if (self._step + 1) % self.args.steps_per_generation == 0:
+            stats, self._micro_batches = merge(self._micro_batches), ()
+            self._settle(batch, stats, decides)
+
+    def _settle(self, batch: dict[str, Any], stats: dict[str, Stat], decides: bool) -> None:
+        """Records a rollout batch that was measured in the loss, after its last micro-batch."""
+        stats = self._record(stats)
+        if decides and self._correction is not None and self._correction.rejects:
+            self._follow_rejections(batch, stats)
+
+    def _follow_rejections(self, batch: dict[str, Any], stats: dict[str, Stat]) -> None:
+        """Makes the denominator of the loss count what was kept, over all ranks and micro-batches."""
+        kept, items = stats["kept"].value[0], batch["num_items_in_batch"]
+        rows, gone = stats["rows"].value[0], stats["rejected_rows"].value[0]
+        by_tokens, by_rows = (self.args.loss_type in losses for losses in (TOKEN_COUNT_LOSSES, ROW_COUNT_LOSSES))
+        scale = (items / kept.clamp(min=1) if by_tokens else rows / (rows - gone).clamp(min=1)).float()
+        if self._is_late:
+            self._late_scale = scale
+            return
+        batch["num_items_in_batch"] = kept.to(items.dtype)
+        if by_rows:
+            batch["rejection_scale"] = scale
+
+    def _weight(self, batch: dict[str, Any], weights: Tensor) -> None:
+        """Multiplies the policy term of the loss of `batch` by `weights`, never negative."""
+        if self.use_vllm:
+            batch["importance_sampling_ratio"] = batch.get("importance_sampling_ratio", 1.0) * weights
+        else:  # TRL's loss takes no ratio then; it is linear in the size of an advantage, see `ConsistentGRPOConfig`
+            advantages = batch["advantages"]
+            batch["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * weights
+
+    def _advantages_without(self, rejected: Tensor, rewards: Tensor) -> Tensor:
+        """The advantages of this rank's completions, with the rejected ones out of the baseline of their group.
+
+        Args:
+            rejected (`torch.Tensor` of shape `(B,)`): Completions of this rank that were rejected whole.
+            rewards (`torch.Tensor` of shape `(N, functions)`): Rewards of all ranks, from TRL.
+        """
+        out = self.accelerator.gather(rejected)
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        total = total.masked_fill(rewards.isnan().all(dim=1) | out, math.nan)
+        advantages = _compat.group_advantages(
+            total, self.num_generations if self.model.training else self.num_generations_eval, self.scale_rewards
+        )
+        return advantages[self.accelerator.process_index * len(rejected) :][: len(rejected)]
 
     @staticmethod
     def _loss_mask(batch: dict[str, Any]) -> Tensor:
@@ -168,6 +387,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 }
                 for rank in range(self.accelerator.num_processes)
             )
+        stats = counted_as_batch(stats)
         mode = "train" if self.model.training else "eval"
         before = self._window.get(mode)
         self._window = {**self._window, mode: stats if before is None else merge([before, stats])}
@@ -178,11 +398,13 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if mode in self._window:
             values = finalize(self._window[mode])
             self._window = {other: stats for other, stats in self._window.items() if other != mode}
+            if self.use_vllm and self._old_logprobs != "recompute" and "correction/weight/mean" in values:
+                values |= {name: values[key] for name, key in _as_trl_logs(self.args).items()}
             for key, value in values.items():
                 self._metrics[mode][key].append(value)
             if (batches := int(values.get("correction/rejected_batches", 0))) and self.accelerator.is_main_process:
                 logger.warning(
-                    f"The correction rejected every token of {batches} rollout batch(es) of a rank since the last log: "
+                    f"The correction rejected every token of {batches} rollout batch(es) since the last log: "
                     "they contributed nothing to the update. See `correction/rejected_fraction/*`; widen the bounds "
                     "or find the cause of the mismatch."
                 )
