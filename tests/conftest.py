@@ -20,7 +20,8 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 
 install_import_hook(
-    [f"trl_consistent.{name}" for name in ("ratios", "kl", "corrections", "metrics")], "beartype.beartype"
+    [f"trl_consistent.{name}" for name in ("ratios", "kl", "corrections", "metrics", "calibration")],
+    "beartype.beartype",
 )
 
 import pytest  # noqa: E402

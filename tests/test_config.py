@@ -8,7 +8,7 @@ from trl import GRPOConfig, TrlParser
 
 from trl_consistent import ConsistentGRPOConfig
 from trl_consistent.config import MODES, correction_of
-from trl_consistent.corrections import PRESETS, Correction, Rejection
+from trl_consistent.corrections import PRESETS, Correction, Rejection, TrustRegion
 
 
 def config(tmp_path, **kwargs):
@@ -26,6 +26,8 @@ OUR_FIELDS = {
     "correction": None,
     "correction_rejections": None,
     "correction_trust_regions": None,
+    "correction_bounds": "fixed",
+    "correction_reject_rate": 0.01,
     "correction_reject_baseline": "keep",
     "old_logprobs": "auto",
     "rollout_engine_kwargs": None,
@@ -47,7 +49,9 @@ def test_inherited_defaults_are_trl_s():
 def test_docstring_and_help_name_the_same_options_and_defaults():
     entry = r"^ {8}(\w+) \(`[^`]*`, \*optional\*(?:, defaults to `([^`]+)`)?\):"
     documented = re.findall(entry, ConsistentGRPOConfig.__doc__, re.M)
-    assert {name: default.strip('"') or None for name, default in documented} == OUR_FIELDS
+    assert {name: default.strip('"') for name, default in documented} == {
+        name: "" if default is None else str(default) for name, default in OUR_FIELDS.items()
+    }
     for name in OUR_FIELDS:
         help_text = ConsistentGRPOConfig.__dataclass_fields__[name].metadata["help"]
         assert help_text and not re.search(r"%(?!\()", help_text)  # argparse formats it
@@ -272,6 +276,30 @@ def test_normalization_reaches_the_correction_and_needs_one(tmp_path):
         config(tmp_path, use_vllm=True, correction="tis", correction_normalize="batch")
     with pytest.raises(ValueError, match="`correction_normalize='token'` needs a correction"):
         config(tmp_path, use_vllm=True, correction="none", correction_normalize="token")
+
+
+def test_calibrated_bounds_reach_the_correction(tmp_path):
+    args = config(tmp_path, use_vllm=True, correction="tis_geo_rs", correction_bounds="calibrated")
+    assert correction_of(args).reject_rate == 0.01 and correction_of(args).calibrated_levels == {"geometric"}
+    args = config(
+        tmp_path, use_vllm=True, correction="seq_mis", correction_bounds="calibrated", correction_reject_rate=0.05
+    )
+    assert correction_of(args).reject_rate == 0.05 and correction_of(args).calibrated_levels == {"sequence"}
+    with pytest.raises(ValueError, match="at one of the levels sequence, geometric, turn, got token_truncate"):
+        config(tmp_path, use_vllm=True, correction="tis", correction_bounds="calibrated")
+    with pytest.raises(ValueError, match="reject_rate is 1.5. Expected a share"):
+        config(
+            tmp_path, use_vllm=True, correction="geo_mis", correction_bounds="calibrated", correction_reject_rate=1.5
+        )
+    with pytest.raises(ValueError, match="`correction_bounds='calibrated'` needs a correction"):
+        config(tmp_path, correction_bounds="calibrated")
+
+
+def test_trust_regions_from_the_command_line(tmp_path):
+    args = parsed(tmp_path, "--correction", "icepop", "--correction_trust_regions", '{"tv": 0.2, "opsm": 0.5}')
+    assert correction_of(args).trust_regions == (TrustRegion("tv", 0.2), TrustRegion("opsm", 0.5))
+    with pytest.raises(ValueError, match="works with the trust region 'opsm' only"):
+        config(tmp_path, use_vllm=True, loss_type="vespo", correction="dppo_tv")
 
 
 def test_dict_options_are_declared_for_the_command_line():

@@ -13,10 +13,10 @@ import trl_consistent
 
 PACKAGE = Path(trl_consistent.__file__).parent
 ORDER = [
-    "ratios", "kl", "corrections", "metrics", "records", "_compat", "config", "router_replay", "rollout", "diagnose",
-    "report", "callbacks", "trainer", "run", "cli",
+    "ratios", "kl", "corrections", "metrics", "calibration", "records", "_compat", "config", "router_replay",
+    "rollout", "diagnose", "report", "callbacks", "trainer", "run", "cli",
 ]  # fmt: skip
-MATH = ORDER[:4]
+MATH = ORDER[:5]
 
 
 def layer(path: Path) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from trl_consistent import PRESETS, Correction, _compat, correct, mismatch_log_ratio
 from trl_consistent.config import MODES
@@ -315,6 +316,87 @@ def test_rejected_tokens_stay_visible_to_attention(tiny_model, tmp_path):
     )[1]
     loss_of(trainer, batch)
     assert torch.equal(seen[0][:, batch["prompt_ids"].size(1) :], batch["completion_mask"])
+
+
+def test_tool_tokens_stay_visible_to_attention_and_out_of_the_loss_when_reused(tiny_model, tmp_path, monkeypatch):
+    options = {"vllm_importance_sampling_mode": "token_reject", "old_logprobs": "reuse"}
+    trainer = trainer_with(tiny_model, tmp_path, gradient_accumulation_steps=1, plant=constant(0.0, 2.0), **options)
+    batch = batch_of(trainer)
+    batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
+    batch["tool_mask"][:, 2] = 0  # as if a tool had said it
+    attended, losses = [], []
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+    monkeypatch.setattr(
+        GRPOTrainer,
+        "_get_per_token_logps_and_entropies",
+        lambda self, model, ids, attention, *a, **k: (
+            attended.append(attention) or original(self, model, ids, attention, *a, **k)
+        ),
+    )
+    for advantage in (0.0, 1e3):  # of the second token, rejected, and of the third
+        batch["advantages"] = torch.ones(batch["completion_mask"].shape)
+        batch["advantages"][:, 1:3] = advantage
+        losses.append(loss_of(trainer, batch)[0])
+    assert losses[0] == losses[1] != 0
+    assert torch.equal(attended[0][:, batch["prompt_ids"].size(1) :], batch["completion_mask"])
+
+
+# --- calibrated bounds -----------------------------------------------------------------------------------------------
+
+
+def big(**options):
+    """Enough completions for the warm-up within a step or two."""
+    return {
+        "per_device_train_batch_size": 128,
+        "max_completion_length": 12,
+        "gradient_accumulation_steps": 1,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("source", ["recompute", "reuse"])
+def test_calibrated_bounds_reject_at_their_rate_and_find_what_is_planted(tiny_model, tmp_path, source):
+    def plant(ids, logps, noisy=noise(0.05), seen=[]):  # noqa: B006, B008 - counts completions
+        seen.append(None)
+        planted = -0.4 if len(seen) > 512 and len(seen) % 32 == 0 else 0.0
+        return [lp + planted + 0.05**2 / 2 for lp in noisy(ids, logps)]
+
+    options = {"vllm_importance_sampling_mode": "geometric_reject", "vllm_importance_sampling_clip_max": None}
+    options |= {"correction_bounds": "calibrated", "correction_reject_rate": 0.05, "max_steps": 6}
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=plant, old_logprobs=source, **big(**options))
+    low, high = ([log[f"correction/rejected_fraction/{side}"] for log in kept.logs[:6]] for side in ("low", "high"))
+    assert low[:2] == [0, 0] and high[:2] == [0, 0], "open during the warm-up"
+    # 512 completions until the fourth step, .05 of them healthy and outside; then 4 of 128 on top
+    assert 0 < sum(low[2:4] + high[2:4]) / 2 < 0.12
+    assert high[4] > 0.03 and high[5] > 0.03
+    assert kept.trainer._noise.variance.sqrt().item() == pytest.approx(0.05, rel=0.15)
+
+
+def test_the_noise_is_in_the_checkpoint(tiny_model, tmp_path):
+    options = {"correction": "geo_mis", "correction_bounds": "calibrated", "save_strategy": "steps", "save_steps": 1}
+    first = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.05), max_steps=4, **big(**options))
+    path = f"{first.trainer.args.output_dir}/checkpoint-4"
+    with synthetic_engine(noise(0.05)):
+        trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=4, **big(**options))
+        assert not trainer._noise.ready
+        trainer.train(resume_from_checkpoint=path)  # no step is left
+    assert trainer._noise.ready and trainer._noise.state_dict() == first.trainer._noise.state_dict()
+
+
+def test_users_of_trl_s_default_hear_once_what_it_masks(tiny_model, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.4), **big(max_steps=4))
+    said = [record.message for record in caplog.records if "TRL's default correction" in record.message]
+    assert len(said) == 1 and "correction='tis'" in said[0]
+    steps = int(said[0].split("of the first ")[1].split(" ")[0]) // 128
+    # completions are of one length, nearly, so that shares of tokens are shares of completions
+    masked = [log["correction/masked_fraction/high"] for log in kept.logs[:steps]]
+    share = float(said[0].split("has masked ")[1].split("%")[0]) / 100
+    assert share == pytest.approx(sum(masked) / steps, abs=0.03) and share > 0.1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.4), correction="seq_mis", **big(max_steps=3))
+    assert "TRL's default correction" not in caplog.text
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -18,6 +18,7 @@ _HOME = {
     "Correction": "corrections",
     "CorrectionResult": "corrections",
     "Metric": "metrics",
+    "MismatchLRCallback": "callbacks",
     "Rejection": "corrections",
     "Stat": "metrics",
     "TrustRegion": "corrections",
@@ -36,6 +37,7 @@ _HOME = {
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
+    from .callbacks import MismatchLRCallback as MismatchLRCallback
     from .config import ConsistentGRPOConfig as ConsistentGRPOConfig
     from .corrections import PRESETS as PRESETS
     from .corrections import Correction as Correction

@@ -19,6 +19,7 @@ MODES = tuple(f"{level}_{action}" for action in ACTIONS if action != "none" for 
 VERIFY_SYNC = ("off", "first", "every")
 OLD_LOGPROBS = ("auto", "recompute", "reuse", "rollout")
 REJECT_BASELINES = ("keep", "exclude")
+BOUNDS = ("fixed", "calibrated")
 
 TOKEN_COUNT_LOSSES = ("cispo", "dapo", "vespo")
 """Losses that divide by the number of tokens in the whole rollout batch."""
@@ -83,6 +84,9 @@ def correction_of(args: Any) -> Correction | None:
         rejections=correction.rejections + rejections_of(getattr(args, "correction_rejections", None) or {}),
         trust_regions=correction.trust_regions + tuple(TrustRegion(kind, bound) for kind, bound in regions.items()),
         normalize=getattr(args, "correction_normalize", "none"),
+        reject_rate=args.correction_reject_rate
+        if getattr(args, "correction_bounds", "fixed") == "calibrated"
+        else None,
     )
 
 
@@ -174,6 +178,12 @@ class ConsistentGRPOConfig(GRPOConfig):
         correction_normalize (`str`, *optional*, defaults to `"none"`):
             Divide the weights by their mean over all ranks, after rejections: `"token"` (mean over kept tokens),
             `"sequence"` (mean over completions of their mean weight) or `"none"`.
+        correction_bounds (`str`, *optional*, defaults to `"fixed"`):
+            `"calibrated"` replaces the bounds on the ratio at the levels `sequence`, `geometric` and `turn`, those of
+            rejections included, by bounds that follow from the length of each completion and the measured noise of the
+            engine. They are open for the first 256 completions.
+        correction_reject_rate (`float`, *optional*, defaults to `0.01`):
+            Share of healthy completions outside calibrated bounds, whatever their length.
         correction_trust_regions (`dict[str, float]`, *optional*):
             Masks that look at the current policy and the advantage, with their bounds: `{"tv": 0.15}`, `{"kl": 0.05}`
             (DPPO) or `{"opsm": 0.5}` (off-policy sequence mask), on top of the correction. See [`TrustRegion`].
@@ -226,6 +236,17 @@ class ConsistentGRPOConfig(GRPOConfig):
             "tokens), 'sequence' (mean over completions of their mean weight) or 'none'."
         },
     )
+    correction_bounds: str = field(
+        default="fixed",
+        metadata={
+            "help": "'calibrated' replaces the bounds on sequence, geometric and turn ratios by bounds that follow from "
+            "the length of each completion and the measured noise of the engine; 'fixed' leaves them alone."
+        },
+    )
+    correction_reject_rate: float = field(
+        default=0.01,
+        metadata={"help": "Share of healthy completions outside calibrated bounds, whatever their length."},
+    )
     correction_trust_regions: dict | str | None = field(
         default=None,
         metadata={
@@ -271,6 +292,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("rollout_verify_sync", self.rollout_verify_sync, VERIFY_SYNC)
         super().__post_init__()
         one_of("old_logprobs", self.old_logprobs, OLD_LOGPROBS)
+        one_of("correction_bounds", self.correction_bounds, BOUNDS)
         one_of("correction_reject_baseline", self.correction_reject_baseline, REJECT_BASELINES)
         for name in ("correction_rejections", "correction_trust_regions", "rollout_engine_kwargs"):
             if isinstance(getattr(self, name), str):  # TRL has parsed it if it was a JSON object
@@ -278,7 +300,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("correction_normalize", self.correction_normalize, NORMALIZATIONS)
         correction = correction_of(self)  # checks the bounds
         if correction is None or self.correction == "none":
-            for name in ("rejections", "trust_regions", "normalize", "reject_baseline"):
+            for name in ("rejections", "trust_regions", "normalize", "reject_baseline", "bounds"):
                 value, default = getattr(self, f"correction_{name}"), type(self).__dataclass_fields__
                 if value not in (default[f"correction_{name}"].default, {}):
                     raise ValueError(

@@ -6,6 +6,7 @@ ones. `ratios.py` has the ratios themselves, `metrics.py` counts what a correcti
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,8 @@ from .ratios import (
 
 ACTIONS = ("none", "truncate", "mask", "reject")
 NORMALIZATIONS = ("none", "token", "sequence")
+CALIBRATED_LEVELS = ("sequence", "geometric", "turn")
+"""Levels whose healthy spread follows from the number of tokens, see `calibration.py`."""
 
 _LEVELS_OF_OTHERS = ("token", "turn_mean", "turn_max", "sequence_sum", "sequence_mean", "sequence_max")
 
@@ -164,6 +167,10 @@ class Correction:
     """`token` or `sequence`: divide the weights by their mean over kept tokens (over completions of their mean weight),
     so that a correction does not change the size of the step. The mean is over all ranks, so the caller divides, see
     [`normalized`]; `none` leaves the weights alone."""
+    reject_rate: float | None = None
+    """If set, the bounds on the ratio at the levels `sequence`, `geometric` and `turn`, those of rejections included, are
+    not the ones above: they come with each batch, so that this share of healthy completions is outside. See
+    [`calibrated_bounds`]."""
     source: str = field(default="", compare=False)
     """Where the numbers come from."""
 
@@ -177,13 +184,37 @@ class Correction:
                 f"Correction normalize is {self.normalize!r}. Expected one of {', '.join(NORMALIZATIONS)}."
             )
         check_bounds(f"Correction {self.level}_{self.action}", self.lower, self.upper)
-        if self.action == "truncate" and self.lower is None and self.upper is None:
+        if self.reject_rate is not None:
+            if not 0 < self.reject_rate < 1:
+                raise ValueError(f"Correction reject_rate is {self.reject_rate}. Expected a share, such as 0.01.")
+            if not self.calibrated_levels:
+                raise ValueError(
+                    "Calibrated bounds need a correction or a rejection on the ratio at one of the levels "
+                    f"{', '.join(CALIBRATED_LEVELS)}, got {self.level}_{self.action}"
+                    f"{''.join(f', {rule.name}' for rule in self.rejections)}."
+                )
+        if (
+            self.action == "truncate"
+            and self.level not in self.calibrated_levels
+            and self.lower is None
+            and self.upper is None
+        ):
             raise ValueError(f"Correction {self.level}_truncate needs a lower or an upper bound, got neither.")
 
     @property
     def rejects(self) -> bool:
         """Whether tokens can leave the loss mask."""
         return self.action == "reject" or bool(self.rejections)
+
+    @property
+    def calibrated_levels(self) -> set[str]:
+        """Levels whose bounds come with each batch."""
+        if self.reject_rate is None:
+            return set()
+        levels = {rule.level for rule in self.rejections if rule.statistic == "ratio"}
+        if self.action != "none":
+            levels.add(self.level)
+        return levels & set(CALIBRATED_LEVELS)
 
     @property
     def acts(self) -> bool:
@@ -299,8 +330,11 @@ class CorrectionResult:
     """Tokens that a rejection found above its upper bound, or not finite."""
 
 
+Bound = float | Tensor | None
+
+
 def _outside(
-    d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], level: str, lower: float | None, upper: float | None
+    d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], level: str, lower: Bound, upper: Bound
 ) -> tuple[Float[Tensor, "B #T"], Bool[Tensor, "B #T"], Bool[Tensor, "B #T"]]:
     """The ratio at a level, and where it is below and above the bounds; an infinite log-ratio is outside any bounds and
     its ratio NaN."""
@@ -342,10 +376,8 @@ def token_statistic(
 def _violations(
     d: Float[Tensor, "B T"], inside: Bool[Tensor, "B T"], rule: Rejection, sampling: Float[Tensor, "B T"] | None
 ) -> tuple[Bool[Tensor, "B #T"], Bool[Tensor, "B #T"]]:
-    """Where a rejection finds its statistic below and above the bounds; infinite log-ratios are above any."""
-    if rule.statistic == "ratio" and rule.level in LEVELS:
-        _, low, high = _outside(d, inside, rule.level, rule.lower, rule.upper)
-        return low, high
+    """Where a rejection by anything but the ratio of a level finds its statistic below and above the bounds; infinite
+    log-ratios are above any."""
     scored = scored_tokens(d, inside)
     untrusted = torch.isinf(d) & inside
     usable = scored & ~untrusted
@@ -384,6 +416,7 @@ def correct(
     correction: Correction,
     *,
     sampling: Float[Tensor, "B T"] | None = None,
+    bounds: Mapping[str, tuple[Tensor, Tensor]] | None = None,
 ) -> CorrectionResult:
     """Weights and keep-mask of a correction.
 
@@ -399,6 +432,9 @@ def correct(
             Level, action, bounds and rejections.
         sampling (`torch.Tensor` of shape `(B, T)`, *optional*):
             Log-probs (nats) the engine sampled with; only rejections by `tv` and `binary_kl` need them.
+        bounds (`dict[str, tuple[torch.Tensor, torch.Tensor]]`, *optional*):
+            For a correction with a `reject_rate`: by level, lower and upper bound on the ratio of each completion,
+            `(B, 1)`, or token, `(B, T)`. A calibrated level that is missing has open bounds.
 
     Returns:
         [`CorrectionResult`], detached. With the four modes TRL has, `weights` equals TRL's ratio bit for bit.
@@ -410,12 +446,15 @@ def correct(
     check_shapes(mismatch_log_ratio=mismatch_log_ratio, mask=mask)
     d, inside = mismatch_log_ratio.detach(), mask.bool()
     rules = [rule for rule in correction.rejections if rule.level != "batch"]
-    bounds = [rule.upper for rule in correction.rejections if rule.level == "batch" and rule.upper is not None]
-    dropped = [_smallest_dropped(d, inside, bound) for bound in bounds]
+    squares = [rule.upper for rule in correction.rejections if rule.level == "batch" and rule.upper is not None]
+    dropped = [_smallest_dropped(d, inside, bound) for bound in squares]
+    known_bounds = bounds or {}
     whole = (torch.empty_like(d, dtype=torch.float32), *(torch.empty_like(inside) for _ in range(5)))
     for rows in row_blocks(d):
         known = None if sampling is None else sampling[rows]
-        part = _correct_rows(d[rows], inside[rows], correction, rules, dropped, known)
+        limits: dict[str, tuple[Bound, ...]] = dict.fromkeys(correction.calibrated_levels, (None, None))
+        limits |= {level: tuple(bound[rows] for bound in pair) for level, pair in known_bounds.items()}
+        part = _correct_rows(d[rows], inside[rows], correction, limits, rules, dropped, known)
         for tensor, rows_of_it in zip(whole, part, strict=True):
             tensor[rows] = rows_of_it
     return CorrectionResult(*whole)
@@ -434,6 +473,7 @@ def _correct_rows(
     d: Float[Tensor, "B T"],
     inside: Bool[Tensor, "B T"],
     correction: Correction,
+    limits: Mapping[str, tuple[Bound, ...]],
     rules: list[Rejection],
     dropped: list[Float[Tensor, ""]],
     sampling: Float[Tensor, "B T"] | None,
@@ -447,18 +487,24 @@ def _correct_rows(
         if correction.acts:
             weights = weights.masked_fill(torch.isinf(d), 0.0)
     else:
-        ratio, low, high = _outside(d, inside, correction.level, correction.lower, correction.upper)
+        lower, upper = limits.get(correction.level, (correction.lower, correction.upper))
+        ratio, low, high = _outside(d, inside, correction.level, lower, upper)
         if correction.action == "truncate":
-            weights = ratio.clamp(correction.lower, correction.upper).masked_fill(torch.isnan(ratio), 0.0)
+            # two steps, for the bounds are both tensors, or none or one or two numbers
+            weights = ratio if lower is None else ratio.clamp(min=lower)
+            weights = (weights if upper is None else weights.clamp(max=upper)).masked_fill(torch.isnan(ratio), 0.0)
         else:
             weights = ratio.masked_fill(low | high, 0.0)
-        if correction.upper is None:
+        if upper is None or isinstance(upper, Tensor):
             weights = weights.clamp(max=math.exp(MAX_LOG_RATIO))  # inf times a zero advantage would be NaN
         low, high = low & inside, high & inside
 
     rejected_low, rejected_high = (low, high) if correction.action == "reject" else (none, none)
     for rule in rules:
-        rule_low, rule_high = _violations(d, inside, rule, sampling)
+        if rule.statistic == "ratio" and rule.level in LEVELS:
+            _, rule_low, rule_high = _outside(d, inside, rule.level, *limits.get(rule.level, (rule.lower, rule.upper)))
+        else:
+            rule_low, rule_high = _violations(d, inside, rule, sampling)
         rejected_low = rejected_low | (rule_low & inside)
         rejected_high = rejected_high | (rule_high & inside)
     for smallest in dropped:

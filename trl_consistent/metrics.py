@@ -269,6 +269,12 @@ def _histogram(abs_diff: Float[Tensor, "B T"], scored: Shaped[Tensor, "B T"]) ->
     return counts.scatter_add_(0, bins.flatten(), scored.flatten().to(counts.dtype))
 
 
+def _bin_edges(device: torch.device) -> Float[Tensor, " n"]:
+    """Where the bins start, and where the last one ends."""
+    bits = torch.arange(_BINS + 1, dtype=torch.int32, device=device) + ((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS)
+    return (bits << (23 - _MANTISSA_BITS)).view(torch.float32)
+
+
 def _quantile(counts: list[float], q: float, lowest: float, highest: float) -> float:
     """The value below which a share `q` of the counted values lies, interpolated inside its bin."""
     rank = q * (sum(counts) - 1)
@@ -418,6 +424,7 @@ def _correction_rows(inside: Bool[Tensor, "B T"], result: CorrectionResult, acti
         "kept": _scalar(row_kept.sum()),
         "rows": _scalar(torch.tensor(len(inside), device=weights.device)),
         "rejected_rows": _scalar(emptied.sum()),
+        "outside_rows": _scalar((result.low | result.high).any(dim=-1).sum()),
         "weight": _scalar(row_weights.sum()),
         "weight_squared": _scalar(weights.square().sum(dtype=wide)),
         "kept_sequences": _scalar((row_kept > 0).sum()),

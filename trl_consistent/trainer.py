@@ -4,17 +4,22 @@
 
 import contextlib
 import functools
+import json
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _compat
+from .calibration import NoiseEstimate, calibrated_bounds, expected_rejection, level_lengths, noise_statistics
+from .callbacks import MismatchLRCallback
 from .config import (
     ROW_COUNT_LOSSES,
     TOKEN_COUNT_LOSSES,
@@ -42,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 # Statistics whose quotient is the mean weight, by `Correction.normalize`.
 _MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
+
+
+_NOISE_FILE = "mismatch_noise.json"
 
 
 def _as_trl_logs(args: GRPOConfig) -> dict[str, str]:
@@ -100,6 +108,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _late_losses: tuple[Tensor, ...] = ()
     _late_scale: Tensor | None = None
     _rewards: Tensor | None = None
+    _noise = NoiseEstimate()
+    _explains_default = False
+    _seen: tuple[dict[str, Stat], ...] = ()
+    _lengths: Tensor | None = None
     _window: dict[str, dict[str, Stat]] = {}
     rollout_func: Callable[..., dict[str, Any]] | None
 
@@ -135,6 +147,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 "`correction` unset, or put the weights into that loss yourself."
             )
         self._old_logprobs = self._source_of_old_logprobs()
+        self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
             if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
                 info = self.vllm_generation.vllm_client.get_server_info()
@@ -291,9 +304,18 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def _measure(self, old: Tensor, sampling: Tensor, mask: Tensor) -> tuple[CorrectionResult, dict[str, Stat]]:
         """What the correction makes of a batch, and the statistics of both."""
         assert self._correction is not None
-        result = correct(mismatch_log_ratio(old, sampling, mask), mask, self._correction, sampling=sampling)
-        stats = mismatch_metrics(old, sampling, mask)
-        return result, stats | correction_metrics(mask, result, self._correction.action)
+        correction, d = self._correction, mismatch_log_ratio(old, sampling, mask)
+        bounds = {
+            level: calibrated_bounds(level_lengths(d, mask, level), self._noise, correction.reject_rate, level)
+            for level in correction.calibrated_levels
+            if correction.reject_rate is not None
+        }
+        result = correct(d, mask, correction, sampling=sampling, bounds=bounds)
+        stats = mismatch_metrics(old, sampling, mask) | correction_metrics(mask, result, correction.action)
+        if bounds or self._explains_default:
+            stats |= noise_statistics(d, mask)
+            self._lengths = level_lengths(d, mask, "sequence")
+        return result, stats
 
     def _correct_in_loss(self, batch: dict[str, Any], logps: Tensor) -> None:
         """Between the forward and the loss of a micro-batch: measures, and puts weights and masks into `batch`."""
@@ -332,6 +354,30 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         stats = self._record(stats)
         if decides and self._correction is not None and self._correction.rejects:
             self._follow_rejections(batch, stats)
+
+    def _explain_default(self, stats: dict[str, Stat]) -> None:
+        """Tells users of TRL's default correction, once, how many of their completions it masks."""
+        self._seen += ({key: stats[key] for key in ("outside_rows", "rows")},)
+        if not self._noise.ready or self._lengths is None:
+            return
+        seen = {key: int(stat.value[0]) for key, stat in merge(self._seen).items()}
+        lengths = self._lengths[self._lengths > 0].unsqueeze(1)
+        shares = [
+            expected_rejection(n, self._noise, None, 3.0, "sequence").mean().item() for n in (lengths, lengths * 8)
+        ]
+        masked = seen["outside_rows"] / seen["rows"]
+        self._explains_default, self._seen, self._lengths = False, (), None
+        if not self.accelerator.is_main_process:
+            return
+        logger.log(
+            logging.WARNING if max(masked, *shares) > 0.01 else logging.INFO,
+            f"TRL's default correction, `sequence_mask` above a ratio of 3, has masked {masked:.1%} of the first "
+            f"{seen['rows']} completions. With the measured noise (sigma = {self._noise.variance.sqrt().item():.2g} nats "
+            f"per token), {shares[0]:.1%} of healthy completions of these lengths (mean "
+            f"{lengths.float().mean().item():.0f} tokens) are above it, and {shares[1]:.1%} of those 8 times as long. "
+            "`correction='tis'` weighs tokens instead; `correction_bounds='calibrated'` rejects the same share at every "
+            "length.",
+        )
 
     def _follow_rejections(self, batch: dict[str, Any], stats: dict[str, Stat]) -> None:
         """Makes the denominator of the loss count what was kept, over all ranks and micro-batches."""
@@ -389,9 +435,28 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             )
         stats = counted_as_batch(stats)
         mode = "train" if self.model.training else "eval"
+        if "noise" in stats:
+            if mode == "train":
+                self._noise = self._noise.update(stats)
+                if self._explains_default:
+                    self._explain_default(stats)
+            stats = {key: stat for key, stat in stats.items() if key != "noise"}
         before = self._window.get(mode)
         self._window = {**self._window, mode: stats if before is None else merge([before, stats])}
         return stats
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._correction is not None and self._correction.reject_rate is not None and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            partial = folder / f"{_NOISE_FILE}.tmp"
+            partial.write_text(json.dumps(self._noise.state_dict()))
+            partial.replace(folder / _NOISE_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (path := Path(checkpoint, _NOISE_FILE)).exists():
+            self._noise = NoiseEstimate.from_state(json.loads(path.read_text()))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
@@ -408,4 +473,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                     "they contributed nothing to the update. See `correction/rejected_fraction/*`; widen the bounds "
                     "or find the cause of the mismatch."
                 )
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MismatchLRCallback):
+                callback.report(logs)  # here, because the reporting integrations come before a user's callbacks
         super().log(logs, start_time)
