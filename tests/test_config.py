@@ -30,6 +30,9 @@ OUR_FIELDS = {
     "correction_reject_rate": 0.01,
     "correction_reject_baseline": "keep",
     "old_logprobs": "auto",
+    "kl_estimator": "k3",
+    "kl_bias_correction_ratio": "old",
+    "ref_reset_steps": None,
     "rollout_engine_kwargs": None,
     "rollout_verify_sync": "every",
 }

@@ -13,6 +13,7 @@ from trl_consistent.metrics import (
     finalize,
     merge,
     mismatch_metrics,
+    reference_metrics,
     trust_region_metrics,
 )
 from trl_consistent.ratios import mismatch_log_ratio
@@ -246,6 +247,7 @@ def test_catalogue_and_functions_agree():
     result = correct(mismatch_log_ratio(old, sampling, mask), mask, PRESETS["tis"])
     logged = finalize(mismatch_metrics(old, sampling, mask) | correction_metrics(mask, result, "truncate"))
     logged |= finalize(trust_region_metrics(mask, result.keep_mask))
+    logged |= finalize(reference_metrics(old, old - 0.1, mask))
     assert set(logged) == set(METRICS)
     assert all(
         metric.key == key and metric.meaning and metric.unit and metric.reduction for key, metric in METRICS.items()

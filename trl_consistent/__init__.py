@@ -31,6 +31,7 @@ _HOME = {
     "merge": "metrics",
     "mismatch_log_ratio": "ratios",
     "mismatch_metrics": "metrics",
+    "reference_kl": "kl",
     "trust_region_mask": "corrections",
 }
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .kl import kl_k1 as kl_k1
     from .kl import kl_k2 as kl_k2
     from .kl import kl_k3 as kl_k3
+    from .kl import reference_kl as reference_kl
     from .metrics import METRICS as METRICS
     from .metrics import Metric as Metric
     from .metrics import Stat as Stat

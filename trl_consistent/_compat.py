@@ -82,6 +82,22 @@ def group_advantages(rewards: Any, num_generations: int, scale_rewards: str) -> 
     return torch.nan_to_num(advantages.flatten(), nan=0.0)
 
 
+def copy_into_reference(model: Any, reference: Any) -> None:
+    """Makes `reference` equal to `model`; without one, for an adapter, TRL takes the adapter "ref" if there is one."""
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    if reference is not None:
+        SyncRefModelCallback.sync_target_model(model, reference, 1.0)
+        return
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    name = model.active_adapter
+    if "ref" not in model.peft_config:
+        model.add_adapter("ref", model.peft_config[name])
+    set_peft_model_state_dict(model, get_peft_model_state_dict(model, adapter_name=name), adapter_name="ref")
+    model.set_adapter(name)  # and not "ref", whose parameters must not train
+
+
 def generation_class_replaced(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """`GRPOTrainer.__init__` builds its vLLM backend from this module-level name."""
     return substituted(importlib.import_module("trl.trainer.grpo_trainer"), VLLMGeneration=replacement)

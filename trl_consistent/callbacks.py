@@ -4,6 +4,7 @@ is `corrections.py`."""
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 from transformers import TrainerCallback
@@ -161,3 +162,14 @@ class MismatchLRCallback(TrainerCallback, ExportableState):
         elif self.surge_step is None and length > self.surge * self.baseline_sum / self.baseline_logs:
             self.surge_step = step
             logger.info(f"Completions surged to {length:.0f} tokens at step {step}: the learning rate will be halved.")
+
+
+class ReferenceResetCallback(TrainerCallback):
+    """Calls `reset` every so many optimizer steps; `ref_reset_steps` adds it."""
+
+    def __init__(self, steps: int, reset: Callable[[], None]):
+        self.steps, self.reset = steps, reset
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0:
+            self.reset()

@@ -8,6 +8,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection, TrustRegion
+from .kl import REFERENCE_ESTIMATORS
 from .ratios import LEVELS
 
 
@@ -20,6 +21,7 @@ VERIFY_SYNC = ("off", "first", "every")
 OLD_LOGPROBS = ("auto", "recompute", "reuse", "rollout")
 REJECT_BASELINES = ("keep", "exclude")
 BOUNDS = ("fixed", "calibrated")
+KL_RATIOS = ("old", "sampling")
 
 TOKEN_COUNT_LOSSES = ("cispo", "dapo", "vespo")
 """Losses that divide by the number of tokens in the whole rollout batch."""
@@ -196,6 +198,17 @@ class ConsistentGRPOConfig(GRPOConfig):
             "bypass": the ratio of the loss is `pi / mu`, weights are 1, and rejections and masks look at `pi / mu`) or
             `"auto"`: `"reuse"` where a correction of ours is set and reuse is exact, else what TRL does.
 
+        > Parameters that control the KL term of the loss
+
+        kl_estimator (`str`, *optional*, defaults to `"k3"`):
+            Estimator of the KL to the reference: `"k3"` (TRL's), `"k1"`, `"k2"`, or the value of one with the gradient of
+            `k2`, which is that of the KL, `"k1+"` and `"k3+"`. See [`reference_kl`]. Needs `beta`.
+        kl_bias_correction_ratio (`str`, *optional*, defaults to `"old"`):
+            What `use_bias_correction_kl` multiplies the KL by: `"old"`, TRL's `pi / pi_old`, or `"sampling"`, the ratio to
+            the engine, `pi / mu`, which is unbiased under mismatch, too.
+        ref_reset_steps (`int`, *optional*):
+            Make the policy its own reference every so many steps, in full fine-tuning and LoRA. Needs `beta`.
+
         > Parameters that control the rollout engine
 
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
@@ -269,6 +282,23 @@ class ConsistentGRPOConfig(GRPOConfig):
             "and reuse is exact, else what TRL does)."
         },
     )
+    kl_estimator: str = field(
+        default="k3",
+        metadata={
+            "help": "Estimator of the KL to the reference: 'k3' (TRL's), 'k1', 'k2', or the value of one with the "
+            "gradient of 'k2', 'k1+' and 'k3+'."
+        },
+    )
+    kl_bias_correction_ratio: str = field(
+        default="old",
+        metadata={
+            "help": "What `use_bias_correction_kl` multiplies the KL by: 'old', the ratio to the old policy, or "
+            "'sampling', the ratio to the rollout engine."
+        },
+    )
+    ref_reset_steps: int | None = field(
+        default=None, metadata={"help": "Make the policy its own reference every so many steps."}
+    )
     rollout_engine_kwargs: dict | str | None = field(
         default=None,
         metadata={
@@ -292,6 +322,20 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("rollout_verify_sync", self.rollout_verify_sync, VERIFY_SYNC)
         super().__post_init__()
         one_of("old_logprobs", self.old_logprobs, OLD_LOGPROBS)
+        one_of("kl_estimator", self.kl_estimator, REFERENCE_ESTIMATORS)
+        one_of("kl_bias_correction_ratio", self.kl_bias_correction_ratio, KL_RATIOS)
+        if self.kl_bias_correction_ratio == "sampling" and not self.use_bias_correction_kl:
+            raise ValueError(
+                "`kl_bias_correction_ratio='sampling'` changes what `use_bias_correction_kl` multiplies by: set that, too."
+            )
+        if self.ref_reset_steps is not None and self.ref_reset_steps < 1:
+            raise ValueError(f"`ref_reset_steps` is {self.ref_reset_steps}. Expected a number of steps, or nothing.")
+        if self.beta == 0.0:
+            for name in ("kl_estimator", "kl_bias_correction_ratio", "ref_reset_steps"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"`{name}={getattr(self, name)!r}` needs a KL term: set `beta`.")
+        if self.ref_reset_steps is not None and self.sync_ref_model:
+            raise ValueError("`ref_reset_steps` and `sync_ref_model` both move the reference. Set one of the two.")
         one_of("correction_bounds", self.correction_bounds, BOUNDS)
         one_of("correction_reject_baseline", self.correction_reject_baseline, REJECT_BASELINES)
         for name in ("correction_rejections", "correction_trust_regions", "rollout_engine_kwargs"):

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from .corrections import CorrectionResult
-from .kl import kl_k3
+from .kl import kl_k3, reference_kl
 from .ratios import (
     MAX_LOG_RATIO,
     check_shapes,
@@ -191,6 +191,17 @@ METRICS: dict[str, Metric] = {
             "share",
             "tokens that a trust region gives weight 0",
             "over tokens in the mask after rejections",
+        ),
+        Metric(
+            "kl/k1", "nats", "KL(policy || reference), plain estimator", "mean over tokens in the loss", source=_KL
+        ),
+        Metric("kl/k2", "nats", "the same, half the squared log-ratio", "mean over tokens in the loss", source=_KL),
+        Metric("kl/k3", "nats", "the same, low-variance estimator", "mean over tokens in the loss", source=_KL),
+        Metric(
+            "kl/k2_over_k3",
+            "ratio",
+            "1 near the reference; away from 1, the policy has left it, or tokens came from another policy",
+            "of the means",
         ),
         Metric(
             "correction/rejected_batches",
@@ -445,6 +456,20 @@ def trust_region_metrics(mask: Shaped[Tensor, "B T"], passes: Bool[Tensor, "B T"
     return {"region_tokens": _scalar(mask.bool().sum()), "region_stopped": _scalar((mask.bool() & ~passes).sum())}
 
 
+def reference_metrics(
+    per_token_logps: Float[Tensor, "B T"], reference: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+) -> dict[str, Stat]:
+    """Statistics of the gap between policy and reference among the tokens of `mask`.
+
+    Args: log-probs in nats; `mask` as of [`mismatch_log_ratio`]. Sign: as of [`reference_kl`]. Masked positions: ignored.
+    """
+    d = torch.where(mask.bool(), per_token_logps.detach().float() - reference.detach().float(), 0.0)
+    stats = {"reference_tokens": _scalar(mask.bool().sum())}
+    for name in ("k1", "k2", "k3"):
+        stats[f"reference_{name}"] = _scalar(reference_kl(d, name).sum(dtype=wide_dtype(d)))
+    return stats
+
+
 def counted_as_batch(stats: dict[str, Stat]) -> dict[str, Stat]:
     """The statistics of one whole rollout batch (all ranks, all micro-batches), with whether all of it was rejected."""
     if "kept" not in stats:
@@ -537,6 +562,13 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
             out["correction/weight/max"] = v["weight_max"]
             if mean_square:
                 out["correction/ess"] = mean**2 / mean_square
+    if n := v.get("reference_tokens"):
+        k1, k2, k3 = (v[f"reference_{name}"] / n for name in ("k1", "k2", "k3"))
+        out |= {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3}
+        if k3 > 0:
+            out["kl/k2_over_k3"] = k2 / k3
+        if "reference_used" in v:
+            out["kl"] = v["reference_used"] / n
     if v.get("region_tokens"):
         out["correction/trust_region_fraction"] = v["region_stopped"] / v["region_tokens"]
     return out

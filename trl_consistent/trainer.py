@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from . import _compat
 from .calibration import NoiseEstimate, calibrated_bounds, expected_rejection, level_lengths, noise_statistics
-from .callbacks import MismatchLRCallback
+from .callbacks import MismatchLRCallback, ReferenceResetCallback
 from .config import (
     ROW_COUNT_LOSSES,
     TOKEN_COUNT_LOSSES,
@@ -29,6 +29,7 @@ from .config import (
     reuse_obstacle,
 )
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
+from .kl import reference_kl
 from .metrics import (
     Stat,
     correction_metrics,
@@ -36,9 +37,10 @@ from .metrics import (
     finalize,
     merge,
     mismatch_metrics,
+    reference_metrics,
     trust_region_metrics,
 )
-from .ratios import mismatch_log_ratio
+from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
 from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
 
 
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 _MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
 
 
-_NOISE_FILE = "mismatch_noise.json"
+_NOISE_FILE, _REFERENCE_FOLDER = "mismatch_noise.json", "reference"
 
 
 def _as_trl_logs(args: GRPOConfig) -> dict[str, str]:
@@ -104,6 +106,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _old_logprobs = "recompute"
     _in_loss: dict[str, Any] | None = None
     _aux_loss: Tensor | None = None
+    _kl: Tensor | None = None
+    _own_kl = False
     _micro_batches: tuple[dict[str, Stat], ...] = ()
     _late_losses: tuple[Tensor, ...] = ()
     _late_scale: Tensor | None = None
@@ -147,6 +151,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 "`correction` unset, or put the weights into that loss yourself."
             )
         self._old_logprobs = self._source_of_old_logprobs()
+        estimator, ratio = (_option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
+        self._own_kl = self.beta != 0.0 and (estimator != "k3" or ratio != "old")
+        if ratio == "sampling" and not self.use_vllm and self.rollout_func is None:
+            raise ValueError("`kl_bias_correction_ratio='sampling'` needs a rollout engine, and there is none.")
+        if (steps := _option(self.args, "ref_reset_steps")) is not None:
+            self.add_callback(ReferenceResetCallback(steps, self._reset_reference))
         self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
             if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
@@ -255,18 +265,22 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         )
         self._aux_loss = output[2]
         if batch is not None:
-            self._correct_in_loss(batch, output[0].detach())
+            self._between_forward_and_loss(batch, output[0])
         return output
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         batch = inputs
         regions = self._correction is not None and self._correction.trust_regions
-        if "sampling_per_token_logps" in inputs and (regions or "old_per_token_logps" not in inputs):
+        to_correct = "sampling_per_token_logps" in inputs and (regions or "old_per_token_logps" not in inputs)
+        if to_correct or "ref_per_token_logps" in inputs:
             # TRL reads the loss mask after the forward, so that it can still be changed in between.
             batch = dict(inputs, completion_mask=self._loss_mask(inputs).clone(), attended=inputs["completion_mask"])
             batch.pop("tool_mask", None)
             self._in_loss = batch
-        loss = super()._compute_loss(model, batch)
+        with _compat.substituted(self, beta=0.0 if self._own_kl else self.beta):
+            loss = super()._compute_loss(model, batch)
+        if self._kl is not None:
+            loss, self._kl = loss + self.beta * self._aggregated(self._kl, batch), None
         self._in_loss, aux_loss, self._aux_loss = None, self._aux_loss, None
         if "rejection_scale" not in batch:
             return loss
@@ -317,22 +331,43 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self._lengths = level_lengths(d, mask, "sequence")
         return result, stats
 
-    def _correct_in_loss(self, batch: dict[str, Any], logps: Tensor) -> None:
-        """Between the forward and the loss of a micro-batch: measures, and puts weights and masks into `batch`."""
-        mask, sampling, correction = batch["completion_mask"], batch["sampling_per_token_logps"], self._correction
-        decides = "old_per_token_logps" not in batch  # else the rollout batch was corrected as a whole
-        stats: dict[str, Stat] = {}
-        if decides and correction is None:
-            stats = mismatch_metrics(logps, sampling, mask)
-        elif decides:
-            result, stats = self._measure(logps, sampling, mask)
-            weights = result.weights
-            if self._old_logprobs == "rollout":  # the ratio of the loss is pi / mu
-                weights = torch.where(weights > 0, 1.0, weights)
-            self._weight(batch, weights)
-            mask.copy_(result.keep_mask)
-        if decides and self._old_logprobs == "rollout":
-            batch["old_per_token_logps"] = torch.where(torch.isfinite(sampling), sampling, logps)
+    def _between_forward_and_loss(self, batch: dict[str, Any], per_token_logps: Tensor) -> None:
+        """Measures a micro-batch, puts weights and masks into `batch`, and records after the last one of a rollout batch."""
+        mask, logps, stats = batch["completion_mask"], per_token_logps.detach(), dict[str, Stat]()
+        if (sampling := batch.get("sampling_per_token_logps")) is not None:
+            stats |= self._correct_in_loss(batch, logps, sampling, mask)
+        if (reference := batch.get("ref_per_token_logps")) is not None:
+            stats |= reference_metrics(logps, reference, mask)
+            if self._own_kl:
+                self._kl = self._reference_kl(batch, per_token_logps)
+                used = torch.where(mask.bool(), self._kl.detach(), 0.0).sum(dtype=wide_dtype(logps))
+                stats["reference_used"] = Stat(used.reshape(1), "sum")
+        if self.model.training:
+            self._micro_batches += (stats,)
+            if (self._step + 1) % self.args.steps_per_generation:
+                return
+            stats, self._micro_batches = merge(self._micro_batches), ()
+        stats = self._record(stats)
+        if "kept" in stats and self._correction is not None and self._correction.rejects:
+            self._follow_rejections(batch, stats)
+
+    def _correct_in_loss(
+        self, batch: dict[str, Any], logps: Tensor, sampling: Tensor, mask: Tensor
+    ) -> dict[str, Stat]:
+        """What `_generate_and_score_completions` left to the loss: the whole correction, or the trust regions."""
+        correction, stats = self._correction, dict[str, Stat]()
+        if "old_per_token_logps" not in batch:
+            if correction is None:
+                stats = mismatch_metrics(logps, sampling, mask)
+            else:
+                result, stats = self._measure(logps, sampling, mask)
+                weights = result.weights
+                if self._old_logprobs == "rollout":  # the ratio of the loss is pi / mu
+                    weights = torch.where(weights > 0, 1.0, weights)
+                self._weight(batch, weights)
+                mask.copy_(result.keep_mask)
+            if self._old_logprobs == "rollout":
+                batch["old_per_token_logps"] = torch.where(torch.isfinite(sampling), sampling, logps)
         if correction is not None and correction.trust_regions:
             advantages = batch["advantages"]
             advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
@@ -341,19 +376,47 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 passes = passes & trust_region_mask(logps, sampling, advantages, mask, region)
             stats |= trust_region_metrics(mask, passes)
             self._weight(batch, passes.to(logps.dtype))
-        if not self.model.training:
-            self._settle(batch, stats, decides)
-            return
-        self._micro_batches += (stats,)
-        if (self._step + 1) % self.args.steps_per_generation == 0:
-            stats, self._micro_batches = merge(self._micro_batches), ()
-            self._settle(batch, stats, decides)
+        return stats
 
-    def _settle(self, batch: dict[str, Any], stats: dict[str, Stat], decides: bool) -> None:
-        """Records a rollout batch that was measured in the loss, after its last micro-batch."""
-        stats = self._record(stats)
-        if decides and self._correction is not None and self._correction.rejects:
-            self._follow_rejections(batch, stats)
+    def _reference_kl(self, batch: dict[str, Any], per_token_logps: Tensor) -> Tensor:
+        """The KL term of each token, where `kl_estimator` or its ratio is not TRL's."""
+        weights = None
+        if self.args.use_bias_correction_kl:
+            old = batch.get("old_per_token_logps")
+            old = per_token_logps.detach() if old is None else old
+            if _option(self.args, "kl_bias_correction_ratio") == "sampling":
+                sampling = batch["sampling_per_token_logps"]
+                old = torch.where(torch.isfinite(sampling), sampling, old)
+            log_weights = (per_token_logps - old).clamp(max=MAX_LOG_RATIO)
+            if (
+                self.importance_sampling_level == "sequence"
+                and _option(self.args, "kl_bias_correction_ratio") == "old"
+            ):
+                mask = batch["completion_mask"]
+                log_weights = (log_weights * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+            weights = log_weights.exp()
+        log_ratio = per_token_logps - batch["ref_per_token_logps"]
+        return reference_kl(log_ratio, _option(self.args, "kl_estimator"), weights)
+
+    def _aggregated(self, per_token: Tensor, batch: dict[str, Any]) -> Tensor:
+        """What the loss makes of a term of each token, by `loss_type`; a test compares it with TRL's."""
+        mask = batch["completion_mask"]
+        per_token = torch.where(mask.bool(), per_token, 0.0)
+        steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
+        if self.args.loss_type in TOKEN_COUNT_LOSSES:
+            generated = self.args.steps_per_generation if self.model.training else 1.0
+            items = batch["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+            return per_token.sum() / (items * steps / generated)
+        if self.args.loss_type == "bnpo":
+            return per_token.sum() / mask.sum().clamp(min=1.0) / steps
+        if self.args.loss_type == "dr_grpo":
+            return per_token.sum() / (per_token.size(0) * self.max_completion_length) / steps
+        rows = per_token.sum(-1)
+        return (rows if self.args.loss_type == "luspo" else rows / mask.sum(-1).clamp(min=1.0)).mean() / steps
+
+    def _reset_reference(self) -> None:
+        reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+        _compat.copy_into_reference(self.accelerator.unwrap_model(self.model), reference)
 
     def _explain_default(self, stats: dict[str, Stat]) -> None:
         """Tells users of TRL's default correction, once, how many of their completions it masks."""
@@ -447,16 +510,25 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if self._correction is not None and self._correction.reject_rate is not None and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if not self.args.should_save:
+            return
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self._correction is not None and self._correction.reject_rate is not None:
             partial = folder / f"{_NOISE_FILE}.tmp"
             partial.write_text(json.dumps(self._noise.state_dict()))
             partial.replace(folder / _NOISE_FILE)
+        if _option(self.args, "ref_reset_steps") is not None and self.ref_model is not None:
+            self.accelerator.unwrap_model(self.ref_model).save_pretrained(folder / _REFERENCE_FOLDER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := Path(checkpoint, _NOISE_FILE)).exists():
+        if checkpoint is None:
+            return
+        if (path := Path(checkpoint, _NOISE_FILE)).exists():
             self._noise = NoiseEstimate.from_state(json.loads(path.read_text()))
+        if (path := Path(checkpoint, _REFERENCE_FOLDER)).exists() and self.ref_model is not None:
+            reference = self.accelerator.unwrap_model(self.ref_model)
+            reference.load_state_dict(type(reference).from_pretrained(path, dtype=reference.dtype).state_dict())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
