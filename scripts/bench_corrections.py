@@ -14,16 +14,20 @@ import time
 import torch
 
 from trl_consistent import Correction, Rejection, correct, correction_metrics, mismatch_log_ratio, mismatch_metrics
-from trl_consistent.corrections import STATISTICS
 
 
+# The rejection rules that verl 0.9 has, with bounds nothing leaves.
+RULES = tuple(
+    Rejection(level, None, 1e6, statistic)
+    for level in ("token", "sequence_sum", "sequence_mean", "sequence_max")
+    for statistic in ("k1", "k2", "k3")
+    if (level, statistic) != ("sequence_max", "k1")
+)
 CASES = {
     "metrics": None,
     "tis + metrics": Correction("token", "truncate", None, 2.0),
     "seq_tis + metrics": Correction("sequence", "truncate", None, 2.0),
-    "tis + 7 token rules + metrics": Correction(
-        "token", "truncate", None, 2.0, tuple(Rejection("token", None, 1e6, statistic) for statistic in STATISTICS)
-    ),
+    "tis + 11 rules + metrics": Correction("token", "truncate", None, 2.0, RULES),
 }
 SHAPES = {"512 x 4096": (512, 4096), "64 x 32768": (64, 32768), "4096 x 512": (4096, 512)}
 

@@ -31,6 +31,7 @@ Median over 11 seeds of policy, reward and noise. Takes a quarter of a minute on
 
 import argparse
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +59,9 @@ CORRECTIONS = {
     "prefix IS": Correction("prefix", "mask"),
     "sequence IS": Correction("sequence", "mask"),
 }
+
+# Without the bundles, which combine others: for the figure and the short table.
+SINGLE = [name for name, correction in CORRECTIONS.items() if not correction.source.startswith("bundle")]
 
 
 @dataclass(frozen=True)
@@ -181,9 +185,9 @@ def cell(effect: Effect) -> str:
     return f"{bias} / {effect.variance:.2g} / {cosine}"
 
 
-def table(results: dict[tuple[str, float], dict[str, Effect]], k3: float) -> str:
+def table(results: dict[tuple[str, float], dict[str, Effect]], k3: float, names: Iterable[str] = SINGLE) -> str:
     rows = [f"| k3 = {k3:g} | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
-    for name in CORRECTIONS:
+    for name in names:
         label = f"`{name}`" if name in PRESETS else name
         rows.append(f"| {label} | {' | '.join(cell(results[kind, k3][name]) for kind in KINDS)} |")
     return "\n".join(rows)
@@ -199,13 +203,12 @@ def draw(results: dict[tuple[str, float], dict[str, Effect]], path: Path) -> Non
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    drawn = [name for name, correction in CORRECTIONS.items() if not correction.source.startswith("bundle")]
     colors = {"token": "tab:blue", "sequence": "tab:red", "geometric": "tab:green", "prefix": "tab:orange"}
     floor, ceiling = 3e-3, 10.0  # what is beyond them, exact ones among them, sits on the edge
     figure, axes = plt.subplots(2, len(KINDS), figsize=(13, 6.6), sharey="row", layout="constrained")
     for (above, below), kind in zip(axes.T, KINDS, strict=True):
         markers = {level: iter("os^vDP*X<>hdp") for level in LEVELS}
-        for name in drawn:
+        for name in SINGLE:
             correction = CORRECTIONS[name]
             style = {
                 "color": "black" if correction.action == "none" else colors.get(correction.level, "tab:purple"),
@@ -241,12 +244,15 @@ def draw(results: dict[tuple[str, float], dict[str, Effect]], path: Path) -> Non
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0].partition(":")[0])
-    parser.add_argument("--full", action="store_true", help="a table for each k3, not only for 0.01")
+    parser.add_argument("--full", action="store_true", help="a table for each k3, not only for 0.01, and the bundles")
     parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="draw the figure, too (needs matplotlib)")
     arguments = parser.parse_args(argv)
     results = {(kind, k3): effects(kind, k3) for kind in KINDS for k3 in K3}
     print(f"bias / variance of the mean of {BATCH} completions / cosine\n")
-    print("\n\n".join(table(results, k3) for k3 in (K3 if arguments.full else (1e-2,))))
+    if arguments.full:
+        print("\n\n".join(table(results, k3, CORRECTIONS) for k3 in K3))
+    else:
+        print(table(results, 1e-2))
     if arguments.output:
         draw(results, arguments.output)
 

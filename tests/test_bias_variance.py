@@ -176,11 +176,42 @@ def test_the_table_has_a_row_for_each_correction(capsys, monkeypatch):
     bv.main([])
     header, _, *rows = capsys.readouterr().out.splitlines()[2:]
     assert header == "| k3 = 0.01 | gaussian | tail | stale | support |"
-    assert [row.split(" | ")[0].strip("| `") for row in rows] == list(bv.CORRECTIONS)
+    assert [row.split(" | ")[0].strip("| `") for row in rows] == bv.SINGLE
+    assert set(bv.CORRECTIONS) - set(bv.SINGLE) == {"dense", "moe", "fp8", "long_cot", "async"}
     assert set(bv.PRESETS) < set(bv.CORRECTIONS)
     assert rows[-1].split(" | ")[1].startswith("0 / ") and rows[-1].split(" | ")[1].endswith(" / 1.000")
     naive, geometric = (next(row for row in rows if row.startswith(f"| `{name}`")) for name in ("none", "geo_mis"))
     assert "–" not in naive and geometric.endswith("1 / 0 / – |"), "nothing kept has no direction"
+
+
+def test_an_infinite_batch_keeps_what_a_large_one_keeps():
+    # two completions with .9 and .1: squares .04 and 1 at all tokens; means .04, then .136
+    d = torch.tensor([[0.2] * 6, [-1.0] * 6])
+    probs = torch.tensor([0.9, 0.1], dtype=torch.float64)
+    assert bv.kept_of_infinite_batch(d, probs, 0.13).tolist() == [[True] * 6, [False] * 6]
+    assert bv.kept_of_infinite_batch(d, probs, 0.14).all()
+    rare = torch.cat([d[:1].expand(9, -1), d[1:]])
+    drawn = bv.correct(rare, torch.ones(10, 6), Correction(rejections=(Rejection("batch", None, 0.13, "m2"),)))
+    assert drawn.keep_mask[:, 0].tolist() == [True] * 9 + [False]
+
+
+def test_trust_regions_act_in_the_direction_of_the_advantage():
+    world, mu = worlds("gaussian", 1e-1)[0]
+    tv = next(region for region in bv.PRESETS["dppo_tv"].trust_regions)
+    sampling, current = (table[bv.ROWS, bv.TOKENS].exp() for table in (mu, world.pi))
+    advantages = (world.reward - bv.completion_probs(mu) @ world.reward)[:, None]
+    stopped = ((current - sampling) * advantages.sign() > tv.bound).double()
+    assert 0.005 < (bv.completion_probs(mu) @ stopped).mean() < 0.2
+    # without what is stopped, by hand
+    weights = torch.where(stopped > 0, 0.0, (current / sampling).clamp(max=20)) * advantages
+    expected = bv.gradient(world.pi, bv.completion_probs(mu)[:, None] * weights)
+    assert world.effect(mu, bv.PRESETS["dppo_tv"]).bias == pytest.approx(bias_of(expected, world), rel=1e-4)
+
+
+def test_the_readme_has_the_table(capsys):
+    bv.main([])
+    table = "\n".join(capsys.readouterr().out.splitlines()[2:])
+    assert table in (bv.Path(bv.__file__).parent.parent / "README.md").read_text(), "run the script and paste"
 
 
 def test_the_figure_says_what_it_needs(monkeypatch, tmp_path):
@@ -190,7 +221,6 @@ def test_the_figure_says_what_it_needs(monkeypatch, tmp_path):
 
 
 def test_the_figure_is_drawn(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(bv, "SEEDS", 1)
     monkeypatch.setattr(bv, "K3", (1e-2,))
     bv.main(["-o", str(tmp_path / "docs" / "figure.png")])

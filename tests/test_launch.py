@@ -101,6 +101,22 @@ def test_two_ranks_reduce_sums_and_counts_in_one_collective(tiny_model, tmp_path
         assert log["mismatch/k3/mean"] != pytest.approx(of_means, rel=1e-3)
 
 
+def test_reuse_is_recompute_on_two_ranks(tiny_model, tmp_path):
+    launch("cpu_2.yaml", "-m", "trl_consistent.run", "tests/two_ranks_reuse.py", tiny_model, str(tmp_path))
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [rank["world"] for rank in ranks] == [2, 2]
+    for loss_type in ("dapo", "grpo", "luspo"):
+        recomputed, reused = (ranks[0][f"{loss_type}/{source}"] for source in ("recompute", "reuse"))
+        assert ranks[1][f"{loss_type}/reuse"]["gradients"] == reused["gradients"], "both ranks make the same step"
+        for name, expected in recomputed["gradients"].items():
+            scale = max(1.0, *map(abs, expected))
+            assert reused["gradients"][name] == pytest.approx(expected, abs=1e-6 * scale), name
+        log = recomputed["log"]
+        assert reused["log"] == pytest.approx(log, rel=1e-4, abs=1e-5)
+        # a fourth of one rank and half of the other
+        assert log["correction/rejected_fraction/high"] == pytest.approx(0.375, abs=0.05) and log["loss"] != 0
+
+
 def test_tensorboard_holds_the_metrics(tiny_model, tmp_path):
     """Reads back the event files of a run: TRL's own logging carries our metrics."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -112,8 +128,8 @@ def test_tensorboard_holds_the_metrics(tiny_model, tmp_path):
 
     keep = Keep()
     trainer = build(
-        ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[keep], **ENGINE, max_steps=2, correction="tis",
-        report_to="tensorboard",
+        ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[keep], **ENGINE, max_steps=2, correction="dppo_tv",
+        report_to="tensorboard", beta=0.1,
     )  # fmt: skip
     trainer.train()
     events = [path.parent for path in tmp_path.rglob("events.out.tfevents.*")]

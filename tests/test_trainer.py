@@ -372,6 +372,13 @@ def test_calibrated_bounds_reject_at_their_rate_and_find_what_is_planted(tiny_mo
     assert kept.trainer._noise.variance.sqrt().item() == pytest.approx(0.05, rel=0.15)
 
 
+def test_calibrated_bounds_take_the_place_of_trl_s_own(tiny_model, tmp_path):
+    # sequence_mask above 3 would mask; bounds that are open during the warm-up do not
+    trainer = trainer_with(tiny_model, tmp_path, plant=constant(2.0), correction_bounds="calibrated")
+    inside = (batch := batch_of(trainer))["completion_mask"].bool()
+    assert batch["importance_sampling_ratio"][inside].min().item() == pytest.approx(math.exp(2.0), rel=1e-4)
+
+
 def test_the_noise_is_in_the_checkpoint(tiny_model, tmp_path):
     options = {"correction": "geo_mis", "correction_bounds": "calibrated", "save_strategy": "steps", "save_steps": 1}
     first = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.05), max_steps=4, **big(**options))

@@ -12,18 +12,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from .corrections import CorrectionResult
-from .kl import kl_k3, reference_kl
+from .kl import reference_kl
 from .ratios import (
     MAX_LOG_RATIO,
     check_shapes,
-    level_log_ratio,
-    mismatch_log_ratio,
     row_blocks,
-    scored_tokens,
     wide_dtype,
 )
 
@@ -235,6 +232,9 @@ METRICS: dict[str, Metric] = {
 """Every metric this package logs, by key."""
 
 
+# A variance that is a smaller part of the mean square than this is rounding: squares are float32.
+_SPREAD = 1e-6
+
 Reduction = Literal["sum", "max", "min", "logsumexp"]
 
 
@@ -273,11 +273,15 @@ _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -24, 8
 _BINS = (_HIGHEST_OCTAVE - _LOWEST_OCTAVE) << _MANTISSA_BITS
 
 
-def _histogram(abs_diff: Float[Tensor, "B T"], scored: Shaped[Tensor, "B T"]) -> Shaped[Tensor, " n"]:
-    bits = abs_diff.view(torch.int32) >> (23 - _MANTISSA_BITS)
-    bins = (bits - ((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS)).clamp(0, _BINS - 1).long()
-    counts = _wide(torch.zeros(_BINS, device=abs_diff.device))
-    return counts.scatter_add_(0, bins.flatten(), scored.flatten().to(counts.dtype))
+def _bins(x: Float[Tensor, "B T"]) -> Int[Tensor, " n"]:
+    """The bin of each value, never negative; 0 is in the first."""
+    bits = x.view(torch.int32) >> (23 - _MANTISSA_BITS)
+    return bits.sub_((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS).clamp_(0, _BINS - 1).long().flatten()
+
+
+def _histogram(x: Float[Tensor, "B T"], weights: Shaped[Tensor, "B T"]) -> Shaped[Tensor, " n"]:
+    counts = _wide(torch.zeros(_BINS, device=x.device))
+    return counts.scatter_add_(0, _bins(x), weights.flatten().to(counts.dtype))
 
 
 def _bin_edges(device: torch.device) -> Float[Tensor, " n"]:
@@ -330,66 +334,69 @@ def mismatch_metrics(
 def _mismatch_rows(
     old: Float[Tensor, "B T"], sampling: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Stat]:
-    """[`mismatch_metrics`] of a few rows."""
+    """[`mismatch_metrics`] of a few rows. Each pass over memory counts, so what is selected is selected once."""
     old, sampling = old.detach().float(), sampling.detach().float()
-    d = mismatch_log_ratio(old, sampling, mask)
-    inside, scored = mask.bool(), scored_tokens(d, mask)
-    infinite = torch.isinf(d)
-    scored = scored & ~infinite
-
+    inside = mask.bool()
+    # What `mismatch_log_ratio` calls unscored is NaN here, what it calls infinite is infinite or NaN.
+    d = old - sampling
+    scored = inside & (d - d == 0)  # finite, in fewer passes than `isfinite`
+    tokens, number, unscored = (x.count_nonzero(dim=-1) for x in (inside, scored, inside & torch.isnan(sampling)))
+    infinite = tokens - number - unscored
+    d, old, sampling = (torch.where(scored, x, 0.0) for x in (d, old, sampling))
     wide = wide_dtype(d)
 
-    def total(x: Tensor) -> Stat:
-        return _scalar(torch.where(scored, x, 0.0).sum(dtype=wide))
+    def total(x: Tensor, at_rest: float = 0.0) -> Stat:
+        """The sum over scored tokens of `x`, which is `at_rest` at all others."""
+        return _scalar(x.sum(dim=-1).sum(dtype=wide) - at_rest * (x.numel() - number.sum()))
 
     def extreme(x: Tensor, where: Tensor, reduction: Reduction) -> Stat:
-        fill = -math.inf if reduction == "max" else math.inf
-        filled = torch.where(where, x, fill)
+        filled = torch.where(where, x, -math.inf if reduction == "max" else math.inf)
         return _scalar(filled.amax() if reduction == "max" else filled.amin(), reduction)
 
-    d = torch.where(scored, d, 0.0)
     abs_diff = d.abs()
     bounded = d.clamp(max=MAX_LOG_RATIO)
     excess = torch.expm1(bounded)  # ratio - 1, exact near d = 0
     p_old, p_sampling = old.exp(), sampling.exp()
-    prob_diff = (p_old - p_sampling).abs()
+    prob_diff = (p_old - p_sampling).abs_()
+    ones = torch.ones((), device=d.device)
+    counts = torch.zeros(_BINS, device=d.device).scatter_add_(0, _bins(abs_diff), ones.expand(d.numel()))
+    counts = _wide(counts)
+    counts[0] -= d.numel() - number.sum()  # what is not scored has 0 there
     stats = {
-        "tokens": _scalar(inside.sum()),
-        "scored": _scalar(scored.sum()),
+        "tokens": _scalar(tokens.sum()),
+        "scored": _scalar(number.sum()),
         "nonfinite": _scalar(infinite.sum()),
-        "unscored": _scalar((inside & torch.isnan(sampling)).sum()),
+        "unscored": _scalar(unscored.sum()),
         "diff": total(d),
         "abs_diff": total(abs_diff),
         "abs_diff_min": extreme(abs_diff, scored, "min"),
-        "abs_diff_max": extreme(abs_diff, scored, "max"),
-        "abs_diff_histogram": Stat(_histogram(abs_diff, scored), "sum"),
-        "k3": total(kl_k3(d, scored)),
+        "abs_diff_max": _scalar(abs_diff.amax(), "max"),
+        "abs_diff_histogram": Stat(counts, "sum"),
+        "k3": total(excess - d),  # `kl_k3`
         "excess": total(excess),
         "excess_squared": total(excess.square()),
         "log_ratio_min": extreme(bounded, scored, "min"),
         "log_ratio_max": extreme(bounded, scored, "max"),
         "prob_diff": total(prob_diff),
-        "prob_diff_max": extreme(prob_diff, scored, "max"),
-        "p_old": total(p_old),
-        "p_sampling": total(p_sampling),
-        "p_old_squared": total(_wide(p_old).square()),
-        "p_sampling_squared": total(_wide(p_sampling).square()),
-        "p_product": total(_wide(p_old) * p_sampling),
+        "prob_diff_max": _scalar(prob_diff.amax(), "max"),
+        "p_old": total(p_old, 1.0),
+        "p_sampling": total(p_sampling, 1.0),
+        "p_product": total(p_old * p_sampling, 1.0),
+        "p_old_squared": total(p_old.square_(), 1.0),
+        "p_sampling_squared": total(p_sampling.square_(), 1.0),
     }
 
     # Sequence ratios are summed as logs: a product over a long completion overflows any float.
-    whole = (scored.any(dim=-1) & ~infinite.any(dim=-1))[:, None]
-    lengths = scored.sum(dim=-1, keepdim=True).clamp(min=1)
-    log_sequence = _wide(level_log_ratio(d, scored, "sequence"))
-    log_geometric = _wide(level_log_ratio(d, scored, "geometric"))
-    minus_inf = torch.full_like(log_sequence, -math.inf)
+    whole = (number > 0) & (infinite == 0)
+    lengths = number.clamp(min=1)
+    log_sequence = _wide(d.sum(dim=-1))
+    log_geometric = log_sequence / lengths
 
     def logsumexp(x: Tensor) -> Stat:
-        return Stat(torch.logsumexp(torch.where(whole, x, minus_inf), dim=0), "logsumexp")
+        return Stat(torch.logsumexp(torch.where(whole, x, -math.inf), dim=0, keepdim=True), "logsumexp")
 
     def per_row(x: Tensor) -> Stat:
-        mean = torch.where(scored, x, 0.0).sum(dim=-1, keepdim=True) / lengths
-        return _scalar(torch.where(whole, mean, 0.0).sum(dtype=wide))
+        return _scalar(torch.where(whole, x.sum(dim=-1) / lengths, 0.0).sum(dtype=wide))
 
     stats |= {
         "sequences": _scalar(whole.sum()),
@@ -529,7 +536,7 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
             out["mismatch/z_ratio"] = excess / math.sqrt(variance / n)
         var_old = v["p_old_squared"] / n - (v["p_old"] / n) ** 2
         var_sampling = v["p_sampling_squared"] / n - (v["p_sampling"] / n) ** 2
-        if var_old > 0 and var_sampling > 0:
+        if var_old > _SPREAD * v["p_old_squared"] / n and var_sampling > _SPREAD * v["p_sampling_squared"] / n:
             covariance = v["p_product"] / n - v["p_old"] * v["p_sampling"] / n**2
             out["mismatch/pearson"] = covariance / math.sqrt(var_old * var_sampling)
     rows = v.get("sequences")

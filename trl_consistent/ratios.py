@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 40.0
 
 
 # Rows are worked on in blocks of about this many tokens: what is in between stays in a CPU's cache, or small on a GPU.
-_TOKENS_AT_ONCE = {"cpu": 1 << 16}
+_TOKENS_AT_ONCE = {"cpu": 1 << 17}
 _TOKENS_AT_ONCE_ELSEWHERE = 1 << 22
 
 

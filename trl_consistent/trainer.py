@@ -133,12 +133,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self._correction = None
         preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
         known_to_trl = mode in _compat.TRL_MODES
-        self._replaces_ratio = self._correction is not None and (
-            preset is not None
-            or not known_to_trl
-            or bool(self._correction.rejections)
-            or bool(self._correction.trust_regions)
-            or self._correction.normalize != "none"
+        c = self._correction
+        self._replaces_ratio = c is not None and (
+            preset is not None or not known_to_trl or c != Correction(c.level, c.action, c.lower, c.upper)
         )
         if self._correction is not None and not self.use_vllm and self.rollout_func is None:
             raise ValueError(
@@ -343,8 +340,11 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 used = torch.where(mask.bool(), self._kl.detach(), 0.0).sum(dtype=wide_dtype(logps))
                 stats["reference_used"] = Stat(used.reshape(1), "sum")
         if self.model.training:
+            position = self._step % self.args.steps_per_generation
+            if position == 0:  # what an interrupted run may have left
+                self._micro_batches, self._late_losses = (), ()
             self._micro_batches += (stats,)
-            if (self._step + 1) % self.args.steps_per_generation:
+            if position + 1 < self.args.steps_per_generation:
                 return
             stats, self._micro_batches = merge(self._micro_batches), ()
         stats = self._record(stats)
