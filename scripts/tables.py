@@ -8,6 +8,12 @@ def _bound(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
+def _outside(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"outside {_bound(low)} … {_bound(high)}"
+    return f"below {_bound(low)}" if high is None else f"above {_bound(high)}"
+
+
 def healthy(bounds: tuple[float | None, float | None]) -> str:
     low, high = map(_bound, bounds)
     if low and high:
@@ -29,7 +35,7 @@ def preset_table() -> str:
     rows = ["| `correction` | ratio | action | bounds | on top | source |", "|---|---|---|---|---|---|"]
     for name, c in PRESETS.items():
         bounds = "–" if c.action == "none" else f"{_bound(c.lower) or '0'} … {_bound(c.upper) or '∞'}"
-        on_top = [f"rejects `{r.name}` outside {_bound(r.lower)} … {_bound(r.upper)}" for r in c.rejections]
+        on_top = [f"rejects `{r.name}` {_outside(r.lower, r.upper)}" for r in c.rejections]
         on_top += [f"trust region `{region.kind}` {_bound(region.bound)}" for region in c.trust_regions]
         level, action = ("–", "–") if c.action == "none" else (c.level, c.action)
         rows.append(f"| `{name}` | {level} | {action} | {bounds} | {', '.join(on_top) or '–'} | {c.source} |")

@@ -13,7 +13,7 @@ import trl_consistent
 
 PACKAGE = Path(trl_consistent.__file__).parent
 ORDER = [
-    "ratios", "kl", "corrections", "metrics", "calibration", "records", "_compat", "config", "router_replay",
+    "ratios", "kl", "corrections", "metrics", "calibration", "loss", "records", "_compat", "config", "router_replay",
     "rollout", "diagnose", "report", "callbacks", "trainer", "run", "cli",
 ]  # fmt: skip
 MATH = ORDER[:5]

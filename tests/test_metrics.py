@@ -252,3 +252,18 @@ def test_catalogue_and_functions_agree():
     assert all(
         metric.key == key and metric.meaning and metric.unit and metric.reduction for key, metric in METRICS.items()
     )
+
+
+def test_percentiles_and_counts_are_right_above_two_to_the_24_tokens():
+    # 86 rows of .4 and one of .0125 among 4213 of .1: of these alone there are 17256448 tokens
+    d = torch.full((4300, 1), 0.1)
+    d[:86], d[86] = 0.4, 0.0125
+    old = (d - 3.0).expand(-1, 4096)
+    stats = mismatch_metrics(old, torch.full_like(old, -3.0), torch.ones((), dtype=torch.bool).expand(old.shape))
+    logged = finalize(stats)
+    assert logged["mismatch/abs_diff/p50"] == pytest.approx(0.1, rel=0.016)
+    assert logged["mismatch/abs_diff/p99"] == pytest.approx(0.4, rel=0.016)  # 86 / 4300 = 2 %
+    # (86 * .4 + .0125 + 4213 * .1) / 4300
+    assert logged["mismatch/abs_diff/mean"] == pytest.approx(0.1059797, rel=1e-5)
+    counts = stats["abs_diff_histogram"].value
+    assert counts.sum() == 4300 * 4096 and counts.max() == 4213 * 4096

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection, TrustRegion
 from .kl import REFERENCE_ESTIMATORS
+from .loss import ROW_COUNT_LOSSES, has_entropy_bonus, in_loss_obstacle, reuse_obstacle
 from .ratios import LEVELS
 
 
@@ -22,11 +23,6 @@ OLD_LOGPROBS = ("auto", "recompute", "reuse", "rollout")
 REJECT_BASELINES = ("keep", "exclude")
 BOUNDS = ("fixed", "calibrated")
 KL_RATIOS = ("old", "sampling")
-
-TOKEN_COUNT_LOSSES = ("cispo", "dapo", "vespo")
-"""Losses that divide by the number of tokens in the whole rollout batch."""
-ROW_COUNT_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
-"""Losses that divide by the number of completions. The one that is in neither divides by the tokens of a micro-batch."""
 
 _ENGINE_KEYS_OF_TRL = {
     "model": "the trainer rolls out the model it trains",
@@ -90,47 +86,6 @@ def correction_of(args: Any) -> Correction | None:
         if getattr(args, "correction_bounds", "fixed") == "calibrated"
         else None,
     )
-
-
-def in_loss_obstacle(args: Any, correction: Correction | None) -> str | None:
-    """Why `correction` cannot be computed between the training forward and the loss of one micro-batch; `None` if it
-    can."""
-    if correction is None:
-        return None
-    if correction.normalize != "none":
-        return f"`correction_normalize={correction.normalize!r}` needs the mean weight of the whole rollout batch"
-    if any(rule.level == "batch" for rule in correction.rejections):
-        return "an `m2/batch` rejection needs the tokens of the whole rollout batch"
-    if correction.rejects:
-        if getattr(args, "correction_reject_baseline", "keep") == "exclude":
-            return "`correction_reject_baseline='exclude'` needs the rejections of the whole group"
-        if args.steps_per_generation > 1 and args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES:
-            # The loss divides by a count that is known after the last micro-batch: its gradient is scaled then.
-            if args.gradient_accumulation_steps != args.steps_per_generation:
-                return (
-                    f"with rejections, `loss_type={args.loss_type!r}` divides by what the whole rollout batch keeps, and "
-                    f"that is one optimizer step only if `gradient_accumulation_steps` "
-                    f"({args.gradient_accumulation_steps}) equals `steps_per_generation` ({args.steps_per_generation})"
-                )
-            if has_entropy_bonus(args):
-                return "with rejections, an entropy bonus needs to know what the whole rollout batch keeps"
-    return None
-
-
-def reuse_obstacle(args: Any, correction: Correction | None) -> str | None:
-    """Why the training forward cannot stand in for the old log-probs, as far as a config shows; `None` if it can."""
-    every = args.steps_per_generation * args.num_iterations
-    if args.gradient_accumulation_steps % every:
-        return (
-            f"the weights change while a rollout batch is used: it lasts {every} micro-batches (`steps_per_generation` x "
-            f"`num_iterations`), and `gradient_accumulation_steps={args.gradient_accumulation_steps}` is no multiple"
-        )
-    return in_loss_obstacle(args, correction)
-
-
-def has_entropy_bonus(args: Any) -> bool:
-    """Whether the loss has an entropy bonus."""
-    return args.entropy_coef != 0.0 or args.use_adaptive_entropy
 
 
 def rejections_of(rules: dict[str, Any]) -> tuple[Rejection, ...]:

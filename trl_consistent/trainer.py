@@ -20,16 +20,17 @@ from trl import GRPOConfig, GRPOTrainer
 from . import _compat
 from .calibration import NoiseEstimate, calibrated_bounds, expected_rejection, level_lengths, noise_statistics
 from .callbacks import MismatchLRCallback, ReferenceResetCallback
-from .config import (
-    ROW_COUNT_LOSSES,
-    TOKEN_COUNT_LOSSES,
-    ConsistentGRPOConfig,
-    correction_of,
-    in_loss_obstacle,
-    reuse_obstacle,
-)
+from .config import ConsistentGRPOConfig, correction_of
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
+from .loss import (
+    ROW_COUNT_LOSSES,
+    TOKEN_COUNT_LOSSES,
+    aggregated,
+    in_loss_obstacle,
+    rejection_scale,
+    reuse_obstacle,
+)
 from .metrics import (
     Stat,
     correction_metrics,
@@ -399,20 +400,17 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         return reference_kl(log_ratio, _option(self.args, "kl_estimator"), weights)
 
     def _aggregated(self, per_token: Tensor, batch: dict[str, Any]) -> Tensor:
-        """What the loss makes of a term of each token, by `loss_type`; a test compares it with TRL's."""
-        mask = batch["completion_mask"]
-        per_token = torch.where(mask.bool(), per_token, 0.0)
-        steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
-        if self.args.loss_type in TOKEN_COUNT_LOSSES:
-            generated = self.args.steps_per_generation if self.model.training else 1.0
-            items = batch["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-            return per_token.sum() / (items * steps / generated)
-        if self.args.loss_type == "bnpo":
-            return per_token.sum() / mask.sum().clamp(min=1.0) / steps
-        if self.args.loss_type == "dr_grpo":
-            return per_token.sum() / (per_token.size(0) * self.max_completion_length) / steps
-        rows = per_token.sum(-1)
-        return (rows if self.args.loss_type == "luspo" else rows / mask.sum(-1).clamp(min=1.0)).mean() / steps
+        """What the loss makes of a term of each token."""
+        training = self.model.training
+        items = batch["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        return aggregated(
+            per_token,
+            batch["completion_mask"],
+            self.args.loss_type,
+            items=items / self.args.steps_per_generation if training else items,
+            longest=self.max_completion_length,
+            steps=self.current_gradient_accumulation_steps if training else 1.0,
+        )
 
     def _reset_reference(self) -> None:
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
@@ -444,15 +442,13 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     def _follow_rejections(self, batch: dict[str, Any], stats: dict[str, Stat]) -> None:
         """Makes the denominator of the loss count what was kept, over all ranks and micro-batches."""
-        kept, items = stats["kept"].value[0], batch["num_items_in_batch"]
-        rows, gone = stats["rows"].value[0], stats["rejected_rows"].value[0]
-        by_tokens, by_rows = (self.args.loss_type in losses for losses in (TOKEN_COUNT_LOSSES, ROW_COUNT_LOSSES))
-        scale = (items / kept.clamp(min=1) if by_tokens else rows / (rows - gone).clamp(min=1)).float()
+        items, loss_type = batch["num_items_in_batch"], self.args.loss_type
+        scale = rejection_scale(stats, items, loss_type)
         if self._is_late:
             self._late_scale = scale
             return
-        batch["num_items_in_batch"] = kept.to(items.dtype)
-        if by_rows:
+        batch["num_items_in_batch"] = stats["kept"].value[0].to(items.dtype)
+        if loss_type in ROW_COUNT_LOSSES:
             batch["rejection_scale"] = scale
 
     def _weight(self, batch: dict[str, Any], weights: Tensor) -> None:
