@@ -69,7 +69,7 @@ def test_preset_writes_trl_s_fields(tmp_path, preset):
     correction = PRESETS[preset]
     assert args.vllm_importance_sampling_correction is True
     if correction.action == "none":  # rejections or trust regions only
-        correction = dataclasses.replace(correction, level="sequence", action="mask", lower=None, upper=3.0)
+        correction = dataclasses.replace(correction, level="token", action="mask", lower=None, upper=None)
     assert args.vllm_importance_sampling_mode == f"{correction.level}_{correction.action}"
     assert args.vllm_importance_sampling_clip_min == correction.lower
     assert args.vllm_importance_sampling_clip_max == correction.upper
@@ -303,6 +303,33 @@ def test_trust_regions_from_the_command_line(tmp_path):
     assert correction_of(args).trust_regions == (TrustRegion("tv", 0.2), TrustRegion("opsm", 0.5))
     with pytest.raises(ValueError, match="works with the trust region 'opsm' only"):
         config(tmp_path, use_vllm=True, loss_type="vespo", correction="dppo_tv")
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [
+        ({"tv": None}, "maps 'tv' to None. Expected a number"),
+        ({"tv": "0.1"}, "maps 'tv' to '0.1'. Expected a number"),
+        (["tv"], "`correction_trust_regions` must be a JSON object"),
+        ({"l1": 0.1}, "Trust region is 'l1'"),
+    ],
+)
+def test_trust_regions_of_the_wrong_form_are_refused(tmp_path, regions, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, use_vllm=True, correction="tis", correction_trust_regions=regions)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"correction_reject_rate": 0.3}, "`correction_reject_rate=0.3` is for calibrated bounds"),
+        ({"correction_reject_baseline": "exclude"}, "this correction rejects none"),
+        ({"correction": "opsm", "correction_normalize": "token"}, "has no weights"),
+    ],
+)
+def test_settings_that_could_change_nothing_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, use_vllm=True, **{"correction": "tis", **options})
 
 
 def test_dict_options_are_declared_for_the_command_line():

@@ -106,6 +106,8 @@ def test_whether_old_log_probs_are_computed_hangs_on_two_things():
     assert body.count("gradient_accumulation_steps") - body.count("# a full optimizer step (when gradient") == 1
     assert "self.args.gradient_accumulation_steps % generate_every != 0 or (" in body
     assert "generate_every = self.args.steps_per_generation * self.num_iterations" in body
+    decision = body.index("generate_every = ")
+    assert body.index("self._generate(") < decision < body.index("self._calculate_rewards(")
 
 
 def test_losses_divide_by_what_we_think():

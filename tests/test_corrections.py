@@ -578,3 +578,40 @@ def test_presets_hold_the_published_numbers():
         assert [(r.kind, r.bound) for r in c.trust_regions] == [regions[name] for _ in range(name in regions)]
     assert [name for name, c in PRESETS.items() if not c.acts] == ["none"]
     assert all(correction.source for correction in PRESETS.values())
+
+
+def test_bounds_that_come_with_a_batch_replace_fixed_ones_where_they_are_known():
+    # three completions of two tokens, ratios e^.2, e^.2 and e^-.6
+    d = torch.tensor([[0.1, 0.1], [0.3, -0.1], [-0.3, -0.3]])
+    correction = Correction("sequence", "mask", 0.5, 1.1, reject_rate=0.01)
+    known = (torch.tensor([[0.9], [NAN], [0.6]]), torch.tensor([[1.3], [NAN], [2.0]]))
+    result = correct(d, torch.ones(3, 2), correction, bounds={"sequence": known})
+    # inside .9 ... 1.3; above the fixed 1.1; .549 is below .6
+    assert result.weights.tolist() == rows([[1.221403] * 2, [0, 0], [0, 0]])
+    assert result.high[:, 0].tolist() == [False, True, False] and result.low[:, 0].tolist() == [False, False, True]
+    assert torch.equal(correct(d, torch.ones(3, 2), correction).weights, correct(
+        d, torch.ones(3, 2), Correction("sequence", "mask", 0.5, 1.1)
+    ).weights)  # fmt: skip
+
+
+def test_bounds_that_come_with_a_batch_reach_rejections_and_truncation():
+    d = torch.tensor([[0.1, 0.1], [0.4, 0.4]])
+    rule = Correction("token", "truncate", None, 2.0, (Rejection("geometric", 0.5, 2.0),), reject_rate=0.05)
+    assert rule.calibrated_levels == {"geometric"}
+    tight = {"geometric": (torch.tensor([[0.9], [0.9]]), torch.tensor([[1.2], [1.2]]))}
+    assert correct(d, torch.ones(2, 2), rule, bounds=tight).keep_mask[:, 0].tolist() == [True, False]
+    assert correct(d, torch.ones(2, 2), rule).keep_mask.all()
+    truncated = Correction("turn", "truncate", reject_rate=0.05)
+    bounds = {"turn": (torch.full((2, 2), 0.5), torch.full((2, 2), 1.2))}
+    # e^.1 = 1.105171, e^.4 = 1.49 -> 1.2
+    assert correct(d, torch.ones(2, 2), truncated, bounds=bounds).weights.tolist() == rows([[1.105171] * 2, [1.2] * 2])
+
+
+def test_bounds_that_come_with_a_batch_are_cut_into_the_same_blocks():
+    d = torch.zeros(80, 4096)  # more tokens than are worked on at once
+    d[70] = 0.001
+    lower, upper = torch.full((80, 1), 0.5), torch.full((80, 1), math.inf)
+    upper[70] = 2.0  # e^4.096 = 60
+    correction = Correction("sequence", "reject", reject_rate=0.01)
+    keep = correct(d, torch.ones_like(d), correction, bounds={"sequence": (lower, upper)}).keep_mask[:, 0]
+    assert keep.tolist() == [row != 70 for row in range(80)]

@@ -115,6 +115,31 @@ def test_a_resumed_run_has_the_reference_it_had(tiny_model, tmp_path, lora):
     assert step["kl/k3"] == pytest.approx(whole.logs[3]["kl/k3"], rel=0.5)
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "pissa", "olora"])
+def test_a_reset_leaves_the_policy_alone_whatever_initialized_its_adapter(tiny_model, tmp_path, kind, monkeypatch):
+    from peft import LoraConfig
+
+    monkeypatch.setattr("tests.training.LoraConfig", lambda **k: LoraConfig(**k, init_lora_weights=kind))
+    with synthetic_engine():
+        trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, lora=True, beta=0.1, ref_reset_steps=1)
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        before = trainer.model(input_ids=ids).logits
+        for _ in range(2):
+            trainer._reset_reference()
+        assert torch.equal(trainer.model(input_ids=ids).logits, before)
+        trainer.model.set_adapter("ref")
+        torch.testing.assert_close(trainer.model(input_ids=ids).logits, before)
+
+
+def test_a_reset_waits_for_the_next_rollout_batch(tiny_model, tmp_path):
+    # two steps on a rollout batch: its KL is to one reference, and the first step of the next is on the new one
+    options = {**FREE, "max_steps": 4, "ref_reset_steps": 1, "steps_per_generation": 4}
+    k3 = [log["kl/k3"] for log in train(ConsistentGRPOTrainer, tiny_model, tmp_path, **options).logs[:4]]
+    assert k3[0] == pytest.approx(0, abs=1e-6) and k3[2] == pytest.approx(0, abs=1e-6)
+    assert k3[1] > 1e-3 and k3[3] > 1e-3
+
+
 def test_options_without_a_kl_term_are_refused(tmp_path):
     def config(**kwargs):
         return ConsistentGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from trl import GRPOTrainer
 
 from trl_consistent import PRESETS, Correction, _compat, correct, mismatch_log_ratio
+from trl_consistent.calibration import noise_statistics
 from trl_consistent.config import MODES
 
 from .tiny import dataset
@@ -363,20 +364,35 @@ def test_calibrated_bounds_reject_at_their_rate_and_find_what_is_planted(tiny_mo
 
     options = {"vllm_importance_sampling_mode": "geometric_reject", "vllm_importance_sampling_clip_max": None}
     options |= {"correction_bounds": "calibrated", "correction_reject_rate": 0.05, "max_steps": 6}
+    # without fixed bounds, all pass during the warm-up
     kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=plant, old_logprobs=source, **big(**options))
     low, high = ([log[f"correction/rejected_fraction/{side}"] for log in kept.logs[:6]] for side in ("low", "high"))
-    assert low[:2] == [0, 0] and high[:2] == [0, 0], "open during the warm-up"
+    assert low[:2] == [0, 0] and high[:2] == [0, 0]
     # 512 completions until the fourth step, .05 of them healthy and outside; then 4 of 128 on top
     assert 0 < sum(low[2:4] + high[2:4]) / 2 < 0.12
     assert high[4] > 0.03 and high[5] > 0.03
     assert kept.trainer._noise.variance.sqrt().item() == pytest.approx(0.05, rel=0.15)
 
 
-def test_calibrated_bounds_take_the_place_of_trl_s_own(tiny_model, tmp_path):
-    # sequence_mask above 3 would mask; bounds that are open during the warm-up do not
+def test_fixed_bounds_stay_until_the_noise_is_known_and_calibrated_ones_replace_trl_s_own(tiny_model, tmp_path):
+    # every completion has a ratio of e^2 = 7.4, above TRL's 3
     trainer = trainer_with(tiny_model, tmp_path, plant=constant(2.0), correction_bounds="calibrated")
     inside = (batch := batch_of(trainer))["completion_mask"].bool()
+    assert batch["importance_sampling_ratio"][inside].max() == 0
+    # sigma 1: of six tokens, healthy log-ratios are -3 +- 2.6 * 2.4
+    d = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+    trainer._noise = trainer._noise.update(noise_statistics(d, torch.ones_like(d)))
+    inside = (batch := batch_of(trainer))["completion_mask"].bool()
     assert batch["importance_sampling_ratio"][inside].min().item() == pytest.approx(math.exp(2.0), rel=1e-4)
+
+
+def test_noise_that_cannot_be_measured_is_told(tiny_model, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("trl_consistent.trainer._NOISE_BATCHES", 2)
+    options = {"correction": "seq_tis", "correction_bounds": "calibrated"}  # completions are of 6 tokens
+    with caplog.at_level(logging.WARNING):
+        kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(2.0), **options)
+    assert caplog.text.count("still uses the fixed bounds") == 1
+    assert max(log["correction/weight/max"] for log in kept.logs[:3]) <= 2.0
 
 
 def test_the_noise_is_in_the_checkpoint(tiny_model, tmp_path):
@@ -603,3 +619,78 @@ def test_the_trainer_calls_super_and_copies_nothing():
     for name, member in vars(ConsistentGRPOTrainer).items():
         if inspect.isfunction(member) and hasattr(GRPOTrainer, name):
             assert f"super().{name}(" in inspect.getsource(member), name
+
+
+# --- what reviews found ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["recompute", "reuse"])
+@pytest.mark.parametrize("value", [None, -math.inf])
+def test_an_engine_without_a_single_usable_log_prob_is_reported(tiny_model, tmp_path, value, source):
+    options = {"correction": "tis", "old_logprobs": source}
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=lambda i, lp: [value] * len(lp), **options)
+    log = kept.logs[0]
+    assert log["mismatch/unscored_fraction"] == (1 if value is None else 0)
+    assert (log["mismatch/nonfinite_count"] > 0) == (value is not None) and "mismatch/k3/mean" not in log
+
+
+@pytest.mark.parametrize("preset", ["opsm", "m2po"])
+def test_presets_without_weights_work_with_vespo(tiny_model, tmp_path, preset):
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.5), correction=preset, loss_type="vespo")
+    assert all(math.isfinite(log["loss"]) for log in kept.logs[:3])
+
+
+def test_user_code_sees_its_own_arguments(tiny_model, tmp_path):
+    from .test_old_logprobs import own_rollout
+
+    seen = []
+    inner = own_rollout(noise(0.1))
+
+    def rollout(prompts, trainer):
+        seen.append(trainer.args.gradient_accumulation_steps)
+        return inner(prompts, trainer)
+
+    def reward(completions, trainer_state=None, **kwargs):
+        seen.append(trainer.args.gradient_accumulation_steps)
+        return [float(len(completion)) for completion in completions]
+
+    for source in ("recompute", "reuse", "rollout"):
+        options = {"use_vllm": False, "correction": "tis", "old_logprobs": source, "gradient_accumulation_steps": 2}
+        trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_func=rollout, **options)
+        trainer.reward_funcs = [reward]
+        batch = batch_of(trainer)
+        assert ("old_per_token_logps" in batch) == (source == "recompute")
+        assert trainer.args.gradient_accumulation_steps == 2
+    assert seen == [2] * 6
+
+
+def test_metrics_of_the_loss_are_in_every_log(tiny_model, tmp_path):
+    options = {"steps_per_generation": 4, "beta": 0.1, "kl_estimator": "k2", "old_logprobs": "rollout"}
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.1), **options, max_steps=4)
+    assert all("kl" in log and "kl/k3" in log for log in kept.logs[:4])
+
+
+def test_staleness_is_not_logged_as_mismatch(tiny_model, tmp_path):
+    # an engine without noise; in the second update on a rollout batch, pi / mu is staleness
+    options = {"old_logprobs": "rollout", "num_iterations": 2, "correction": "icepop", "learning_rate": 5e-2}
+    kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=4, **options)
+    first, second = kept.logs[0], kept.logs[1]
+    assert first["mismatch/abs_diff/max"] < 1e-4 and "mismatch/abs_diff/max" not in second
+    assert second["correction/masked_fraction/low"] > 0, "the masks look at it all the same"
+
+
+def test_a_rollout_without_log_probs_is_refused_where_they_are_needed(tiny_model, tmp_path):
+    from .test_old_logprobs import own_rollout
+
+    inner = own_rollout(lambda ids, logps: logps)
+
+    def silent(prompts, trainer):
+        return {**inner(prompts, trainer), "logprobs": None}
+
+    for options in (
+        {"correction": "tis"},
+        {"old_logprobs": "rollout"},
+        {"kl_bias_correction_ratio": "sampling", "beta": 1},
+    ):
+        with pytest.raises(ValueError, match="need the log-probs of the rollout engine.*Return them as 'logprobs'"):
+            train(ConsistentGRPOTrainer, tiny_model, tmp_path, use_vllm=False, rollout_func=silent, **options)

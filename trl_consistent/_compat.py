@@ -6,6 +6,7 @@ a range by running it. Nothing is patched at import.
 """
 
 import contextlib
+import copy
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,22 +35,17 @@ def substituted(owner: Any, **names: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-@contextlib.contextmanager
-def old_logprobs(trainer: Any, computed: bool) -> Iterator[None]:
-    """Makes `_generate_and_score_completions` compute the old log-probs, or leave them out, whatever its own rule says.
+def old_logprobs_computed(trainer: Any, computed: bool) -> contextlib.AbstractContextManager[None]:
+    """While `_generate_and_score_completions` decides on old log-probs: compute them, or leave them out.
 
-    TRL computes them if its correction is on, or if `gradient_accumulation_steps % (steps_per_generation *
-    num_iterations)` is not 0; nothing else there reads `gradient_accumulation_steps`.
+    With its correction off, TRL computes them if `gradient_accumulation_steps % (steps_per_generation *
+    num_iterations)` is not 0; between `_generate` and `_calculate_rewards`, nothing else reads the former.
     """
     args = trainer.args
     steps = args.gradient_accumulation_steps
     if (steps % (args.steps_per_generation * trainer.num_iterations) != 0) != computed:
         steps = 0.5 if computed else 0
-    with (
-        substituted(trainer, vllm_importance_sampling_correction=False),
-        substituted(args, gradient_accumulation_steps=steps),
-    ):
-        yield
+    return substituted(args, gradient_accumulation_steps=steps)
 
 
 def dropout_in(model: Any) -> str | None:
@@ -93,7 +89,10 @@ def copy_into_reference(model: Any, reference: Any) -> None:
 
     name = model.active_adapter
     if "ref" not in model.peft_config:
-        model.add_adapter("ref", model.peft_config[name])
+        config = copy.deepcopy(model.peft_config[name])
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = False  # some initializations rewrite the base weights, under the live adapter
+        model.add_adapter("ref", config)
     set_peft_model_state_dict(model, get_peft_model_state_dict(model, adapter_name=name), adapter_name="ref")
     model.set_adapter(name)  # and not "ref", whose parameters must not train
 

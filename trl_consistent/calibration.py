@@ -25,8 +25,7 @@ from .ratios import check_shapes, row_blocks, scored_tokens, turn_index, turn_su
 
 
 WARM_UP_ROWS = 256
-"""Completions an estimate needs: with so many, `sqrt(V)` is within 4 % (two standard errors). Bounds are open
-before."""
+"""Completions an estimate needs: with so many, `sqrt(V)` is within 4 % (two standard errors)."""
 
 _BLOCKS = 8
 # The quantile of the mean square between 8 blocks that is taken for V, and its value at V = 1 under normal noise: a
@@ -181,8 +180,8 @@ def calibrated_bounds(
         level (`str`): `sequence`, `geometric` or `turn`.
 
     Returns:
-        Lower and upper bound on the ratio (never on its inverse), of the shape of `lengths`, float32. Open (0 and inf)
-        during the warm-up, see [`WARM_UP_ROWS`], and where there are no tokens.
+        Lower and upper bound on the ratio (never on its inverse), of the shape of `lengths`, float32. NaN during the
+        warm-up, see [`WARM_UP_ROWS`], for [`correct`] to keep its fixed bounds; open (0 and inf) where there are no tokens.
 
     Sign: a ratio above the upper bound is of a completion that the trainer finds too likely.
     Source: Cornish and Fisher (1938), the kurtosis term, damped so that it also fits a single Laplace token.
@@ -196,9 +195,9 @@ def calibrated_bounds(
     kurtosis = estimate.excess_kurtosis / n
     z = normal + (normal**3 - 3 * normal) / 24 * kurtosis / (1 + kurtosis / 4)
     divisor = 1 if level == "sequence" else n
-    known = estimate.ready & (lengths > 0)
     lower, upper = (((mean + sign * z * std) / divisor).exp().float() for sign in (-1, 1))
-    return torch.where(known, lower, 0.0), torch.where(known, upper, math.inf)
+    lower, upper = torch.where(lengths > 0, lower, 0.0), torch.where(lengths > 0, upper, math.inf)
+    return torch.where(estimate.ready, lower, math.nan), torch.where(estimate.ready, upper, math.nan)
 
 
 def expected_rejection(

@@ -22,6 +22,7 @@ _SIGNALS = {
     "length": ("completions/mean_length", "TRL's `GRPOTrainer` logs it"),
 }
 _POWERS = {"ess_sqrt": 0.5, "ess_linear": 1.0}
+_PATIENCE = 10  # logs without the key before it is missed
 _FACTOR, _PERIOD, _FLOOR = 0.5, 1.8, 0.1  # of the length rule
 
 
@@ -83,7 +84,7 @@ class MismatchLRCallback(TrainerCallback, ExportableState):
         if baseline_steps < 1:
             raise ValueError(f"`baseline_steps` is {baseline_steps}, a baseline needs steps: set it to 1 or more.")
         self.rule, self.base_ess, self.surge, self.baseline_steps = rule, base_ess, surge, baseline_steps
-        self._warned = False
+        self._warned, self._missed = False, 0
         self._unscaled: list[tuple[dict[str, Any], Any]] = []
         self._start()
 
@@ -142,14 +143,18 @@ class MismatchLRCallback(TrainerCallback, ExportableState):
         key, logged_by = _SIGNALS[self.rule]
         value = logs.get(key)
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            if not self._warned and state.is_world_process_zero:
+            self._missed += 1
+            patience = _PATIENCE if value is None else 1  # it is not in every log where a rollout serves several steps
+            if self._missed >= patience and not self._warned and state.is_world_process_zero:
+                self._warned = True
                 logger.warning(
                     f"`MismatchLRCallback({self.rule!r})` needs `{key}`, and the log of step {state.global_step} holds "
                     f"{value!r}: the learning-rate scale stays at {self.lr_scale}. {logged_by}; if it never appears, use "
                     "that trainer or another `rule`. Shown once."
                 )
-            self._warned = True
-        elif self.rule == "length":
+            return
+        self._missed = 0
+        if self.rule == "length":
             self._watch(value, state.global_step)
         else:
             # scale = min(1, ESS / base) ^ power

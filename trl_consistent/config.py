@@ -7,6 +7,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from . import _compat
 from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection, TrustRegion
 from .kl import REFERENCE_ESTIMATORS
 from .loss import ROW_COUNT_LOSSES, has_entropy_bonus, in_loss_obstacle, reuse_obstacle
@@ -76,11 +77,11 @@ def correction_of(args: Any) -> Correction | None:
         correction = Correction(level, action, *bounds)
     else:
         return None
-    regions = getattr(args, "correction_trust_regions", None) or {}
     return replace(
         correction,
         rejections=correction.rejections + rejections_of(getattr(args, "correction_rejections", None) or {}),
-        trust_regions=correction.trust_regions + tuple(TrustRegion(kind, bound) for kind, bound in regions.items()),
+        trust_regions=correction.trust_regions
+        + trust_regions_of(getattr(args, "correction_trust_regions", None) or {}),
         normalize=getattr(args, "correction_normalize", "none"),
         reject_rate=args.correction_reject_rate
         if getattr(args, "correction_bounds", "fixed") == "calibrated"
@@ -105,6 +106,18 @@ def rejections_of(rules: dict[str, Any]) -> tuple[Rejection, ...]:
         lower, upper = (None if bound is None else float(bound) for bound in bounds)
         rejections.append(Rejection(level, lower, upper, statistic))
     return tuple(rejections)
+
+
+def trust_regions_of(regions: dict[str, Any]) -> tuple[TrustRegion, ...]:
+    """The trust regions that `correction_trust_regions` spells as `{"<kind>": bound}`.
+
+    Raises:
+        `ValueError`: names the region that is not of this form.
+    """
+    for kind, bound in regions.items():
+        if not isinstance(bound, int | float):
+            raise ValueError(f"`correction_trust_regions` maps {kind!r} to {bound!r}. Expected a number.")
+    return tuple(TrustRegion(kind, float(bound)) for kind, bound in regions.items())
 
 
 @dataclass
@@ -138,7 +151,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         correction_bounds (`str`, *optional*, defaults to `"fixed"`):
             `"calibrated"` replaces the bounds on the ratio at the levels `sequence`, `geometric` and `turn`, those of
             rejections included, by bounds that follow from the length of each completion and the measured noise of the
-            engine. They are open for the first 256 completions.
+            engine. For the first 256 completions of 8 tokens or more, the fixed bounds stay.
         correction_reject_rate (`float`, *optional*, defaults to `0.01`):
             Share of healthy completions outside calibrated bounds, whatever their length.
         correction_trust_regions (`dict[str, float]`, *optional*):
@@ -294,7 +307,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("correction_bounds", self.correction_bounds, BOUNDS)
         one_of("correction_reject_baseline", self.correction_reject_baseline, REJECT_BASELINES)
         for name in ("correction_rejections", "correction_trust_regions", "rollout_engine_kwargs"):
-            if isinstance(getattr(self, name), str):  # TRL has parsed it if it was a JSON object
+            if not isinstance(getattr(self, name), dict | None):  # TRL has parsed it if it was a JSON object
                 raise ValueError(f"`{name}` must be a JSON object, got {getattr(self, name)!r}.")
         one_of("correction_normalize", self.correction_normalize, NORMALIZATIONS)
         correction = correction_of(self)  # checks the bounds
@@ -308,6 +321,7 @@ class ConsistentGRPOConfig(GRPOConfig):
                     )
         if correction is not None and correction.acts:
             self._check_loss(correction)
+            self._check_use(correction)
         if self.correction_reject_baseline == "exclude" and self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 "`correction_reject_baseline='exclude'` works with `multi_objective_aggregation='sum_then_normalize'` "
@@ -354,14 +368,35 @@ class ConsistentGRPOConfig(GRPOConfig):
                 "instead of rejecting, or no entropy bonus."
             )
 
+    def _check_use(self, correction: Correction) -> None:
+        """Refuses settings that could change nothing."""
+        rate = type(self).__dataclass_fields__["correction_reject_rate"].default
+        if self.correction_bounds == "fixed" and self.correction_reject_rate != rate:
+            raise ValueError(
+                f"`correction_reject_rate={self.correction_reject_rate}` is for calibrated bounds: set "
+                "`correction_bounds='calibrated'`, too."
+            )
+        if self.correction_reject_baseline == "exclude" and not correction.rejects:
+            raise ValueError(
+                "`correction_reject_baseline='exclude'` is for completions that are rejected, and this correction rejects "
+                "none: add `correction_rejections`, or leave it unset."
+            )
+        if self.correction_normalize != "none" and correction.action == "none":
+            raise ValueError(
+                f"`correction_normalize={self.correction_normalize!r}` divides weights by their mean, and this correction "
+                "has no weights: choose one that truncates or masks, or leave it unset."
+            )
+
     def _apply_preset(self, correction: Correction) -> None:
         """Writes the preset into TRL's fields; a field that holds neither TRL's default nor the preset's value is
         somebody's decision, and contradicts it."""
         wanted: dict[str, Any] = {"vllm_importance_sampling_correction": correction.acts}
         defaults = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
         names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")]
-        if correction.action == "none":
+        if not correction.acts:
             wanted |= {name: defaults[name] for name in names}
+        elif correction.action == "none":  # TRL leaves its ratio as it is, and ours takes its place
+            wanted |= dict(zip(names, (_compat.PASS_THROUGH_MODE, None, None), strict=True))
         else:
             mode = f"{correction.level}_{correction.action}"
             wanted |= dict(zip(names, (mode, correction.lower, correction.upper), strict=True))

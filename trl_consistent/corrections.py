@@ -169,8 +169,8 @@ class Correction:
     [`normalized`]; `none` leaves the weights alone."""
     reject_rate: float | None = None
     """If set, the bounds on the ratio at the levels `sequence`, `geometric` and `turn`, those of rejections included, are
-    not the ones above: they come with each batch, so that this share of healthy completions is outside. See
-    [`calibrated_bounds`]."""
+    not the ones above, once the noise is known: they come with each batch, so that this share of healthy completions is
+    outside. See [`calibrated_bounds`]."""
     source: str = field(default="", compare=False)
     """Where the numbers come from."""
 
@@ -434,7 +434,7 @@ def correct(
             Log-probs (nats) the engine sampled with; only rejections by `tv` and `binary_kl` need them.
         bounds (`dict[str, tuple[torch.Tensor, torch.Tensor]]`, *optional*):
             For a correction with a `reject_rate`: by level, lower and upper bound on the ratio of each completion,
-            `(B, 1)`, or token, `(B, T)`. A calibrated level that is missing has open bounds.
+            `(B, 1)`, or token, `(B, T)`. Where they are NaN or missing, the fixed bounds stay.
 
     Returns:
         [`CorrectionResult`], detached. With the four modes TRL has, `weights` equals TRL's ratio bit for bit.
@@ -448,12 +448,10 @@ def correct(
     rules = [rule for rule in correction.rejections if rule.level != "batch"]
     squares = [rule.upper for rule in correction.rejections if rule.level == "batch" and rule.upper is not None]
     dropped = [_smallest_dropped(d, inside, bound) for bound in squares]
-    known_bounds = bounds or {}
     whole = (torch.empty_like(d, dtype=torch.float32), *(torch.empty_like(inside) for _ in range(5)))
     for rows in row_blocks(d):
         known = None if sampling is None else sampling[rows]
-        limits: dict[str, tuple[Bound, ...]] = dict.fromkeys(correction.calibrated_levels, (None, None))
-        limits |= {level: tuple(bound[rows] for bound in pair) for level, pair in known_bounds.items()}
+        limits = {level: tuple(bound[rows] for bound in pair) for level, pair in (bounds or {}).items()}
         part = _correct_rows(d[rows], inside[rows], correction, limits, rules, dropped, known)
         for tensor, rows_of_it in zip(whole, part, strict=True):
             tensor[rows] = rows_of_it
@@ -469,11 +467,20 @@ def _smallest_dropped(d: Float[Tensor, "B T"], inside: Bool[Tensor, "B T"], boun
     return torch.where(means > bound, squares, math.inf).amin() if len(squares) else d.new_full((), math.inf)
 
 
+def _bounds_of(rule: Correction | Rejection, limits: Mapping[str, tuple[Tensor, ...]]) -> tuple[Bound, Bound]:
+    """The bounds of a rule: those that came for its level where they are known, else its own."""
+    if rule.level not in limits:
+        return rule.lower, rule.upper
+    lower, upper = limits[rule.level]
+    own = (0.0 if rule.lower is None else rule.lower, math.inf if rule.upper is None else rule.upper)
+    return torch.where(lower.isnan(), own[0], lower), torch.where(upper.isnan(), own[1], upper)
+
+
 def _correct_rows(
     d: Float[Tensor, "B T"],
     inside: Bool[Tensor, "B T"],
     correction: Correction,
-    limits: Mapping[str, tuple[Bound, ...]],
+    limits: Mapping[str, tuple[Tensor, ...]],
     rules: list[Rejection],
     dropped: list[Float[Tensor, ""]],
     sampling: Float[Tensor, "B T"] | None,
@@ -487,7 +494,7 @@ def _correct_rows(
         if correction.acts:
             weights = weights.masked_fill(torch.isinf(d), 0.0)
     else:
-        lower, upper = limits.get(correction.level, (correction.lower, correction.upper))
+        lower, upper = _bounds_of(correction, limits)
         ratio, low, high = _outside(d, inside, correction.level, lower, upper)
         if correction.action == "truncate":
             # two steps, for the bounds are both tensors, or none or one or two numbers
@@ -502,7 +509,7 @@ def _correct_rows(
     rejected_low, rejected_high = (low, high) if correction.action == "reject" else (none, none)
     for rule in rules:
         if rule.statistic == "ratio" and rule.level in LEVELS:
-            _, rule_low, rule_high = _outside(d, inside, rule.level, *limits.get(rule.level, (rule.lower, rule.upper)))
+            _, rule_low, rule_high = _outside(d, inside, rule.level, *_bounds_of(rule, limits))
         else:
             rule_low, rule_high = _violations(d, inside, rule, sampling)
         rejected_low = rejected_low | (rule_low & inside)

@@ -58,6 +58,13 @@ def rejection_scale(stats: dict[str, Stat], items: Tensor, loss_type: str) -> Te
     ).float()
 
 
+def scales_late(args: Any, correction: Correction | None) -> bool:
+    """Whether, computed in the loss, `correction` leaves a micro-batch without the count its loss divides by, because
+    others reject as well. Its gradient is scaled after the last one."""
+    counts = args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES
+    return correction is not None and correction.rejects and counts and args.steps_per_generation > 1
+
+
 def has_entropy_bonus(args: Any) -> bool:
     """Whether the loss has an entropy bonus."""
     return args.entropy_coef != 0.0 or args.use_adaptive_entropy
@@ -75,8 +82,7 @@ def in_loss_obstacle(args: Any, correction: Correction | None) -> str | None:
     if correction.rejects:
         if getattr(args, "correction_reject_baseline", "keep") == "exclude":
             return "`correction_reject_baseline='exclude'` needs the rejections of the whole group"
-        if args.steps_per_generation > 1 and args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES:
-            # The loss divides by a count that is known after the last micro-batch: its gradient is scaled then.
+        if scales_late(args, correction):
             if args.gradient_accumulation_steps != args.steps_per_generation:
                 return (
                     f"with rejections, `loss_type={args.loss_type!r}` divides by what the whole rollout batch keeps, and "
@@ -85,6 +91,8 @@ def in_loss_obstacle(args: Any, correction: Correction | None) -> str | None:
                 )
             if has_entropy_bonus(args):
                 return "with rejections, an entropy bonus needs to know what the whole rollout batch keeps"
+            if "lomo" in args.optim:
+                return f"`optim={args.optim!r}` updates before the last micro-batch says what rejections keep"
     return None
 
 

@@ -440,7 +440,7 @@ def _correction_rows(inside: Bool[Tensor, "B T"], result: CorrectionResult, acti
     stats = {
         "correction_tokens": _scalar(inside.sum()),
         "kept": _scalar(row_kept.sum()),
-        "rows": _scalar(torch.tensor(len(inside), device=weights.device)),
+        "rows": _scalar(row_kept.new_full((), len(inside))),
         "rejected_rows": _scalar(emptied.sum()),
         "outside_rows": _scalar((result.low | result.high).any(dim=-1).sum()),
         "weight": _scalar(row_weights.sum()),

@@ -18,18 +18,25 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
 from . import _compat
-from .calibration import NoiseEstimate, calibrated_bounds, expected_rejection, level_lengths, noise_statistics
+from .calibration import (
+    WARM_UP_ROWS,
+    NoiseEstimate,
+    calibrated_bounds,
+    expected_rejection,
+    level_lengths,
+    noise_statistics,
+)
 from .callbacks import MismatchLRCallback, ReferenceResetCallback
 from .config import ConsistentGRPOConfig, correction_of
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
 from .loss import (
     ROW_COUNT_LOSSES,
-    TOKEN_COUNT_LOSSES,
     aggregated,
     in_loss_obstacle,
     rejection_scale,
     reuse_obstacle,
+    scales_late,
 )
 from .metrics import (
     Stat,
@@ -52,6 +59,7 @@ logger = logging.getLogger(__name__)
 _MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
 
 
+_NOISE_BATCHES = 100
 _NOISE_FILE, _REFERENCE_FOLDER = "mismatch_noise.json", "reference"
 
 
@@ -109,13 +117,18 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _aux_loss: Tensor | None = None
     _kl: Tensor | None = None
     _own_kl = False
+    _needs_engine = False
+    _decision: contextlib.ExitStack | None = None
+    _reset_is_due = False
+    _noise_batches = 0
+    _warned_of_noise = False
     _micro_batches: tuple[dict[str, Stat], ...] = ()
     _late_losses: tuple[Tensor, ...] = ()
     _late_scale: Tensor | None = None
     _rewards: Tensor | None = None
     _noise = NoiseEstimate()
     _explains_default = False
-    _seen: tuple[dict[str, Stat], ...] = ()
+    _seen: dict[str, Stat] = {}
     _lengths: Tensor | None = None
     _window: dict[str, dict[str, Stat]] = {}
     rollout_func: Callable[..., dict[str, Any]] | None
@@ -143,18 +156,22 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 f"`correction={preset!r}` needs the log-probs of a rollout engine: set `use_vllm=True`, give a "
                 "`rollout_func` that returns them, or leave `correction` unset."
             )
-        if self._replaces_ratio and super()._compute_loss.__func__ is not GRPOTrainer._compute_loss:
-            raise ValueError(
-                f"{type(self).__name__} inherits a loss that is not `GRPOTrainer`'s and may ignore weights: leave "
-                "`correction` unset, or put the weights into that loss yourself."
-            )
         self._old_logprobs = self._source_of_old_logprobs()
         estimator, ratio = (_option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
         self._own_kl = self.beta != 0.0 and (estimator != "k3" or ratio != "old")
+        self._needs_engine = self._correction is not None or self._old_logprobs == "rollout" or ratio == "sampling"
         if ratio == "sampling" and not self.use_vllm and self.rollout_func is None:
             raise ValueError("`kl_bias_correction_ratio='sampling'` needs a rollout engine, and there is none.")
+        changes_loss = self._replaces_ratio or self._own_kl or self._old_logprobs != "recompute"
+        if changes_loss and super()._compute_loss.__func__ is not GRPOTrainer._compute_loss:
+            raise ValueError(
+                f"{type(self).__name__} inherits a loss that is not `GRPOTrainer`'s and may ignore weights: leave "
+                "`correction`, `old_logprobs` and the `kl_*` options unset, or put the weights into that loss yourself."
+            )
         if (steps := _option(self.args, "ref_reset_steps")) is not None:
-            self.add_callback(ReferenceResetCallback(steps, self._reset_reference))
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError("`ref_reset_steps` does not work with FSDP and DeepSpeed yet: leave it unset.")
+            self.add_callback(ReferenceResetCallback(steps, lambda: setattr(self, "_reset_is_due", True)))
         self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
             if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
@@ -169,8 +186,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         asked, correction = _option(self.args, "old_logprobs"), self._correction
         if asked == "auto" and not self._replaces_ratio or asked == "recompute":
             return "recompute"
-        late = correction is not None and correction.rejects and self.args.steps_per_generation > 1
-        late = late and self.args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES
+        late = scales_late(self.args, correction)
         reason = (
             in_loss_obstacle(self.args, correction) if asked == "rollout" else reuse_obstacle(self.args, correction)
         )
@@ -191,6 +207,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if reason is None and (dropout := _compat.dropout_in(self.model)) is not None:
             reason = f"dropout is on (in {dropout!r}), so that two forwards differ"
         if reason is None:
+            logger.info("The old log-probs are read from the training forward.")
             return "reuse"
         if asked == "reuse":
             raise ValueError(f"`old_logprobs='reuse'` is not possible: {reason}. Set 'recompute' or 'auto'.")
@@ -206,23 +223,38 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         check_completions(completion_ids, logprobs)
         return completion_ids, logprobs
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._generate(*args, **kwargs)
+        if self._decision is not None:
+            self._decision.enter_context(_compat.old_logprobs_computed(self, self._old_logprobs == "recompute"))
+        return output
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._decision is not None:
+            self._decision.close()  # a reward function sees the arguments as they are
         self._rewards = super()._calculate_rewards(*args, **kwargs)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._old_logprobs != "recompute":
-            context = _compat.old_logprobs(self, computed=False)
-        elif self._correction is not None and not self.use_vllm:
-            context = _compat.old_logprobs(self, computed=True)
-        with context:
+        if self._reset_is_due and self.model.training:  # not amid a rollout batch, whose KL is to one reference
+            self._reset_reference()
+            self._reset_is_due = False
+        decides = self._old_logprobs != "recompute" or (self._correction is not None and not self.use_vllm)
+        if decides:
+            with (
+                contextlib.ExitStack() as self._decision,
+                _compat.substituted(self, vllm_importance_sampling_correction=False),
+            ):
+                output = super()._generate_and_score_completions(inputs)
+            self._decision = None
+        else:
             output = super()._generate_and_score_completions(inputs)
         rewards, self._rewards = self._rewards, None
         sampling, old = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
-        if self._correction is not None and sampling is None:
+        if self._needs_engine and sampling is None:
             raise ValueError(
-                "The correction needs the log-probs of the rollout engine, but the rollout returned none."
+                "The correction, `old_logprobs='rollout'` and `kl_bias_correction_ratio='sampling'` need the log-probs of "
+                "the rollout engine, but the rollout returned none. Return them as 'logprobs', or leave these unset."
             )
         if sampling is None or self._old_logprobs != "recompute" or old is None:
             return output  # nothing to compare, or compared between the training forward and the loss
@@ -289,12 +321,17 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         aux_loss = self.router_aux_loss_coef * aux_loss / steps
         return batch["rejection_scale"] * (loss - aux_loss) + aux_loss
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # What an interrupted run may have left.
+        self._micro_batches, self._late_losses, self._late_scale, self._in_loss = (), (), None, None
+        return super().train(*args, **kwargs)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._late_scale is not None:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(self._late_scale.to(parameter.grad.dtype))
+                    parameter.grad.mul_(self._late_scale)
             loss = self._late_scale * loss + (self._late_scale - 1) * sum(self._late_losses)
             self._late_scale, self._late_losses = None, ()
         elif self._is_late:
@@ -303,18 +340,14 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     @property
     def _is_late(self) -> bool:
-        """Whether a micro-batch does not know the count its loss divides by, because others reject as well."""
-        return (
-            self._old_logprobs != "recompute"
-            and self._correction is not None
-            and self._correction.rejects
-            and self.model.training
-            and self.args.steps_per_generation > 1
-            and self.args.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES
-        )
+        """Whether a micro-batch does not know the count its loss divides by, see [`scales_late`]."""
+        in_loss = self._old_logprobs != "recompute" and self.model.training
+        return in_loss and scales_late(self.args, self._correction)
 
-    def _measure(self, old: Tensor, sampling: Tensor, mask: Tensor) -> tuple[CorrectionResult, dict[str, Stat]]:
-        """What the correction makes of a batch, and the statistics of both."""
+    def _measure(
+        self, old: Tensor, sampling: Tensor, mask: Tensor, mismatch: bool = True
+    ) -> tuple[CorrectionResult, dict[str, Stat]]:
+        """What the correction makes of a batch, and the statistics of it and of the mismatch."""
         assert self._correction is not None
         correction, d = self._correction, mismatch_log_ratio(old, sampling, mask)
         bounds = {
@@ -323,8 +356,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             if correction.reject_rate is not None
         }
         result = correct(d, mask, correction, sampling=sampling, bounds=bounds)
-        stats = mismatch_metrics(old, sampling, mask) | correction_metrics(mask, result, correction.action)
-        if bounds or self._explains_default:
+        stats = correction_metrics(mask, result, correction.action)
+        if mismatch:
+            stats |= mismatch_metrics(old, sampling, mask)
+        if mismatch and (bounds or self._explains_default):
             stats |= noise_statistics(d, mask)
             self._lengths = level_lengths(d, mask, "sequence")
         return result, stats
@@ -340,16 +375,16 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 self._kl = self._reference_kl(batch, per_token_logps)
                 used = torch.where(mask.bool(), self._kl.detach(), 0.0).sum(dtype=wide_dtype(logps))
                 stats["reference_used"] = Stat(used.reshape(1), "sum")
+        rejects = "kept" in stats and self._correction is not None and self._correction.rejects
         if self.model.training:
-            position = self._step % self.args.steps_per_generation
-            if position == 0:  # what an interrupted run may have left
-                self._micro_batches, self._late_losses = (), ()
             self._micro_batches += (stats,)
-            if position + 1 < self.args.steps_per_generation:
+            is_last = (self._step + 1) % self.args.steps_per_generation == 0
+            if not (self.accelerator.sync_gradients or (is_last and rejects)):
                 return
             stats, self._micro_batches = merge(self._micro_batches), ()
-        stats = self._record(stats)
-        if "kept" in stats and self._correction is not None and self._correction.rejects:
+        if stats:
+            stats = self._record(stats)
+        if rejects:
             self._follow_rejections(batch, stats)
 
     def _correct_in_loss(
@@ -358,10 +393,13 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         """What `_generate_and_score_completions` left to the loss: the whole correction, or the trust regions."""
         correction, stats = self._correction, dict[str, Stat]()
         if "old_per_token_logps" not in batch:
+            # After the first update on a rollout batch (bypass only), the gap is staleness as well, and not measured.
+            use = self._step % (self.args.steps_per_generation * self.num_iterations)
+            fresh = not self.model.training or use < self.args.gradient_accumulation_steps
             if correction is None:
-                stats = mismatch_metrics(logps, sampling, mask)
+                stats = mismatch_metrics(logps, sampling, mask) if fresh else {}
             else:
-                result, stats = self._measure(logps, sampling, mask)
+                result, stats = self._measure(logps, sampling, mask, mismatch=fresh)
                 weights = result.weights
                 if self._old_logprobs == "rollout":  # the ratio of the loss is pi / mu
                     weights = torch.where(weights > 0, 1.0, weights)
@@ -418,16 +456,18 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     def _explain_default(self, stats: dict[str, Stat]) -> None:
         """Tells users of TRL's default correction, once, how many of their completions it masks."""
-        self._seen += ({key: stats[key] for key in ("outside_rows", "rows")},)
+        seen_stats = {key: stats[key] for key in ("outside_rows", "rows")}
+        self._seen = merge([self._seen, seen_stats]) if self._seen else seen_stats
+        seen = {key: int(stat.value[0]) for key, stat in self._seen.items()}
         if not self._noise.ready or self._lengths is None:
+            self._explains_default = seen["rows"] < 8 * WARM_UP_ROWS  # else completions are too short to tell
             return
-        seen = {key: int(stat.value[0]) for key, stat in merge(self._seen).items()}
         lengths = self._lengths[self._lengths > 0].unsqueeze(1)
         shares = [
             expected_rejection(n, self._noise, None, 3.0, "sequence").mean().item() for n in (lengths, lengths * 8)
         ]
         masked = seen["outside_rows"] / seen["rows"]
-        self._explains_default, self._seen, self._lengths = False, (), None
+        self._explains_default, self._seen, self._lengths = False, {}, None
         if not self.accelerator.is_main_process:
             return
         logger.log(
@@ -439,6 +479,16 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             "`correction='tis'` weighs tokens instead; `correction_bounds='calibrated'` rejects the same share at every "
             "length.",
         )
+
+    def _check_noise(self) -> None:
+        """Says, once, that calibrated bounds do not come into being."""
+        self._noise_batches += 1
+        self._warned_of_noise = self._noise_batches >= _NOISE_BATCHES
+        if self._warned_of_noise and not self._noise.ready and self.accelerator.is_main_process:
+            logger.warning(
+                f"After {_NOISE_BATCHES} rollout batches, fewer than {WARM_UP_ROWS} completions had the 8 tokens it takes to "
+                "measure the engine's noise: `correction_bounds='calibrated'` still uses the fixed bounds."
+            )
 
     def _follow_rejections(self, batch: dict[str, Any], stats: dict[str, Stat]) -> None:
         """Makes the denominator of the loss count what was kept, over all ranks and micro-batches."""
@@ -499,6 +549,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 self._noise = self._noise.update(stats)
                 if self._explains_default:
                     self._explain_default(stats)
+                elif not self._warned_of_noise:
+                    self._check_noise()
             stats = {key: stat for key, stat in stats.items() if key != "noise"}
         before = self._window.get(mode)
         self._window = {**self._window, mode: stats if before is None else merge([before, stats])}
@@ -525,6 +577,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if (path := Path(checkpoint, _REFERENCE_FOLDER)).exists() and self.ref_model is not None:
             reference = self.accelerator.unwrap_model(self.ref_model)
             reference.load_state_dict(type(reference).from_pretrained(path, dtype=reference.dtype).state_dict())
+        if (steps := _option(self.args, "ref_reset_steps")) is not None:  # it was due when the checkpoint was written
+            state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
+            self._reset_is_due = state["global_step"] % steps == 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
@@ -532,7 +587,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             values = finalize(self._window[mode])
             self._window = {other: stats for other, stats in self._window.items() if other != mode}
             if self.use_vllm and self._old_logprobs != "recompute" and "correction/weight/mean" in values:
-                values |= {name: values[key] for name, key in _as_trl_logs(self.args).items()}
+                values |= {name: values[key] for name, key in _as_trl_logs(self.args).items() if key in values}
             for key, value in values.items():
                 self._metrics[mode][key].append(value)
             if (batches := int(values.get("correction/rejected_batches", 0))) and self.accelerator.is_main_process:
