@@ -581,17 +581,17 @@ def test_presets_hold_the_published_numbers():
 
 
 def test_bounds_that_come_with_a_batch_replace_fixed_ones_where_they_are_known():
-    # three completions of two tokens, ratios e^.2, e^.2 and e^-.6
-    d = torch.tensor([[0.1, 0.1], [0.3, -0.1], [-0.3, -0.3]])
+    # four completions of two tokens, ratios e^.2, e^.2, e^-.6 and e^-1
+    d = torch.tensor([[0.1, 0.1], [0.3, -0.1], [-0.3, -0.3], [-0.5, -0.5]])
     correction = Correction("sequence", "mask", 0.5, 1.1, reject_rate=0.01)
-    known = (torch.tensor([[0.9], [NAN], [0.6]]), torch.tensor([[1.3], [NAN], [2.0]]))
-    result = correct(d, torch.ones(3, 2), correction, bounds={"sequence": known})
-    # inside .9 ... 1.3; above the fixed 1.1; .549 is below .6
-    assert result.weights.tolist() == rows([[1.221403] * 2, [0, 0], [0, 0]])
-    assert result.high[:, 0].tolist() == [False, True, False] and result.low[:, 0].tolist() == [False, False, True]
-    assert torch.equal(correct(d, torch.ones(3, 2), correction).weights, correct(
-        d, torch.ones(3, 2), Correction("sequence", "mask", 0.5, 1.1)
-    ).weights)  # fmt: skip
+    known = (torch.tensor([[0.9], [NAN], [0.6], [NAN]]), torch.tensor([[1.3], [NAN], [2.0], [NAN]]))
+    result = correct(d, torch.ones(4, 2), correction, bounds={"sequence": known})
+    # inside .9 ... 1.3; above the fixed 1.1; .549 is below .6; .368 is below the fixed .5
+    assert result.weights.tolist() == rows([[1.221403] * 2, [0, 0], [0, 0], [0, 0]])
+    assert result.high[:, 0].tolist() == [False, True, False, False]
+    assert result.low[:, 0].tolist() == [False, False, True, True]
+    fixed = correct(d, torch.ones(4, 2), Correction("sequence", "mask", 0.5, 1.1))
+    assert torch.equal(correct(d, torch.ones(4, 2), correction).weights, fixed.weights)
 
 
 def test_bounds_that_come_with_a_batch_reach_rejections_and_truncation():

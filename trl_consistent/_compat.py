@@ -94,7 +94,6 @@ def copy_into_reference(model: Any, reference: Any) -> None:
             config.init_lora_weights = False  # some initializations rewrite the base weights, under the live adapter
         model.add_adapter("ref", config)
     set_peft_model_state_dict(model, get_peft_model_state_dict(model, adapter_name=name), adapter_name="ref")
-    model.set_adapter(name)  # and not "ref", whose parameters must not train
 
 
 def generation_class_replaced(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
