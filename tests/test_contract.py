@@ -73,6 +73,17 @@ def test_trainer_attributes_trl_reads_at_every_step():
     assert 'self._metrics[mode]["reward"].append' in body
 
 
+def test_trainer_attributes_we_read():
+    init = source(GRPOTrainer.__init__)
+    for name in ("_step", "num_iterations", "beta", "ref_model", "reward_weights", "scale_rewards", "aux_loss_enabled",
+                 "router_aux_loss_coef", "max_completion_length", "importance_sampling_level", "num_generations_eval"):  # fmt: skip
+        assert f"self.{name} = " in init, name
+    assert "self._step += 1" in source(GRPOTrainer.training_step)
+    prepare = source(GRPOTrainer._prepare_inputs)
+    assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in prepare
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in prepare
+
+
 def test_loss_mask_is_completion_mask_times_tool_mask_and_only_the_former_is_attention():
     body = source(GRPOTrainer._compute_loss)
     assert 'completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]' in body

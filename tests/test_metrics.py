@@ -267,3 +267,11 @@ def test_percentiles_and_counts_are_right_above_two_to_the_24_tokens():
     assert logged["mismatch/abs_diff/mean"] == pytest.approx(0.1059797, rel=1e-5)
     counts = stats["abs_diff_histogram"].value
     assert counts.sum() == 4300 * 4096 and counts.max() == 4213 * 4096
+
+
+def test_the_spread_of_weights_near_one_is_not_lost_to_rounding():
+    # d = +-1e-5, half of each: weights 1 +- 1e-5, far below the resolution of a float32 square
+    d = torch.tensor([[1e-5, -1e-5] * 8])
+    result = correct(d, torch.ones_like(d), PRESETS["tis"])
+    logged = finalize(correction_metrics(torch.ones_like(d), result, "truncate"))
+    assert logged["correction/weight/std"] == pytest.approx(1e-5, rel=0.02)

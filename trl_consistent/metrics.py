@@ -431,10 +431,11 @@ def correction_metrics(mask: Shaped[Tensor, "B T"], result: CorrectionResult, ac
 def _correction_rows(inside: Bool[Tensor, "B T"], result: CorrectionResult, action: str) -> dict[str, Stat]:
     """[`correction_metrics`] of a few rows."""
     kept = result.keep_mask
-    weights = torch.where(kept, result.weights, 0.0)
+    weights, row_kept = result.weights, kept.sum(dim=-1)
+    excess = torch.where(kept, weights - 1, 0.0)  # exact near 1
     wide = wide_dtype(weights)
     none = torch.zeros((), device=weights.device)
-    row_weights, row_kept = weights.sum(dim=-1, dtype=wide), kept.sum(dim=-1)
+    row_weights = row_kept + excess.sum(dim=-1, dtype=wide)
     emptied = inside.any(dim=-1) & (row_kept == 0)
     verb = {"none": "", "truncate": "truncated", "mask": "masked", "reject": ""}[action]
     stats = {
@@ -444,7 +445,7 @@ def _correction_rows(inside: Bool[Tensor, "B T"], result: CorrectionResult, acti
         "rejected_rows": _scalar(emptied.sum()),
         "outside_rows": _scalar((result.low | result.high).any(dim=-1).sum()),
         "weight": _scalar(row_weights.sum()),
-        "weight_squared": _scalar(weights.square().sum(dtype=wide)),
+        "weight_excess_squared": _scalar(excess.square().sum(dtype=wide)),
         "kept_sequences": _scalar((row_kept > 0).sum()),
         "sequence_weight": _scalar((row_weights / row_kept.clamp(min=1)).sum()),
         "weight_min": _scalar(torch.where(kept, weights, math.inf).amin(), "min"),
@@ -562,9 +563,11 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
         out["correction/rejected_batches"] = v["rejected_batches"]
         kept = v["kept"]
         if kept:
-            mean, mean_square = v["weight"] / kept, v["weight_squared"] / kept
+            mean = v["weight"] / kept
+            variance = max(v["weight_excess_squared"] / kept - (mean - 1) ** 2, 0.0)
+            mean_square = variance + mean**2
             out["correction/weight/mean"] = mean
-            out["correction/weight/std"] = math.sqrt(max(mean_square - mean**2, 0.0))
+            out["correction/weight/std"] = math.sqrt(variance)
             out["correction/weight/min"] = v["weight_min"]
             out["correction/weight/max"] = v["weight_max"]
             if mean_square:
