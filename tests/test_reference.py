@@ -122,6 +122,17 @@ def test_a_resumed_run_has_the_reference_it_had(tiny_model, tmp_path, lora):
             assert torch.equal(value, whole.weights[1][name]), name
 
 
+def test_a_reset_that_is_still_due_survives_a_checkpoint(tiny_model, tmp_path):
+    # a rollout batch lasts three steps; the reset of step 2 waits for the next one, and the checkpoint comes before
+    options = {**FREE, "ref_reset_steps": 2, "steps_per_generation": 6, "save_strategy": "steps", "save_steps": 1}
+    whole = train(ConsistentGRPOTrainer, tiny_model, tmp_path, **{**options, "max_steps": 4})
+    with synthetic_engine():
+        trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **{**options, "max_steps": 4})
+        trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+    for name, value in trainer.ref_model.named_parameters():
+        assert torch.equal(value, whole.weights[2][name]), name
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "pissa", "olora"])
 def test_a_reset_leaves_the_policy_alone_whatever_initialized_its_adapter(tiny_model, tmp_path, kind, monkeypatch):
     from peft import LoraConfig

@@ -4,7 +4,6 @@ is `corrections.py`."""
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 from transformers import TrainerCallback
@@ -26,7 +25,28 @@ _PATIENCE = 10  # logs without the key before it is missed
 _FACTOR, _PERIOD, _FLOOR = 0.5, 1.8, 0.1  # of the length rule
 
 
-class MismatchLRCallback(TrainerCallback, ExportableState):
+class _Resumable(TrainerCallback, ExportableState):
+    """Goes on, in a resumed run with the same arguments, from what the checkpoint holds, whatever
+    `restore_callback_states_from_checkpoint` says."""
+
+    _args: tuple[str, ...]
+    _attributes: tuple[str, ...]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "args": {name: getattr(self, name) for name in self._args},
+            "attributes": {name: getattr(self, name) for name in self._attributes},
+        }
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The trainer fails to save when the checkpoint it resumed from does not know this callback.
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if state.global_step and isinstance(saved, dict) and saved["args"] == self.state()["args"]:
+            for name, value in saved["attributes"].items():
+                setattr(self, name, value)
+
+
+class MismatchLRCallback(_Resumable):
     """
     Scales the scheduler's learning rate down while the mismatch, or its early sign, grows.
 
@@ -72,6 +92,9 @@ class MismatchLRCallback(TrainerCallback, ExportableState):
     ```
     """
 
+    _args = ("rule", "base_ess", "surge", "baseline_steps")
+    _attributes = ("lr_scale", "baseline_sum", "baseline_logs", "surge_step")
+
     def __init__(
         self, rule: Rule = "ess_sqrt", *, base_ess: float = 1.0, surge: float = 3.0, baseline_steps: int = 50
     ):
@@ -93,21 +116,9 @@ class MismatchLRCallback(TrainerCallback, ExportableState):
         self.baseline_sum, self.baseline_logs = 0.0, 0
         self.surge_step: int | None = None
 
-    def state(self) -> dict[str, Any]:
-        args = ("rule", "base_ess", "surge", "baseline_steps")
-        attributes = ("lr_scale", "baseline_sum", "baseline_logs", "surge_step")
-        return {
-            "args": {name: getattr(self, name) for name in args},
-            "attributes": {name: getattr(self, name) for name in attributes},
-        }
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start()
-        # The trainer fails to save when the checkpoint it resumed from does not know this callback.
-        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        if state.global_step and isinstance(saved, dict) and saved["args"] == self.state()["args"]:
-            for name, value in saved["attributes"].items():
-                setattr(self, name, value)
+        super().on_train_begin(args, state, control, **kwargs)
 
     # Not `on_pre_optimizer_step`: DeepSpeed's engine steps within the backward pass.
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -169,12 +180,13 @@ class MismatchLRCallback(TrainerCallback, ExportableState):
             logger.info(f"Completions surged to {length:.0f} tokens at step {step}: the learning rate will be halved.")
 
 
-class ReferenceResetCallback(TrainerCallback):
-    """Calls `reset` every so many optimizer steps; `ref_reset_steps` adds it."""
+class ReferenceResetCallback(_Resumable):
+    """Notes, every so many optimizer steps, that the reference is due to be reset; `ref_reset_steps` adds it."""
 
-    def __init__(self, steps: int, reset: Callable[[], None]):
-        self.steps, self.reset = steps, reset
+    _args, _attributes = ("steps",), ("is_due",)
+
+    def __init__(self, steps: int):
+        self.steps, self.is_due = steps, False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.steps == 0:
-            self.reset()
+        self.is_due = self.is_due or state.global_step % self.steps == 0

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from . import _compat
 from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection, TrustRegion
 from .kl import REFERENCE_ESTIMATORS
-from .loss import ROW_COUNT_LOSSES, has_entropy_bonus, in_loss_obstacle, reuse_obstacle
+from .loss import ROW_COUNT_LOSSES, has_entropy_bonus, obstacle, refuse
 from .ratios import LEVELS
 
 
@@ -60,6 +60,11 @@ def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` is {value!r}. Expected one of: {', '.join(valid)}.")
 
 
+def option(args: Any, name: str) -> Any:
+    """One of our fields; its default where `args` is a plain `GRPOConfig`, or nothing."""
+    return getattr(args, name, ConsistentGRPOConfig.__dataclass_fields__[name].default)
+
+
 def correction_of(args: Any) -> Correction | None:
     """The correction that `args` asks for, TRL's own modes included; `None` when the ratio is not used.
 
@@ -67,7 +72,7 @@ def correction_of(args: Any) -> Correction | None:
         args (`GRPOConfig` or [`ConsistentGRPOConfig`]):
             A plain config is as good: our fields count as unset.
     """
-    preset = getattr(args, "correction", None)
+    preset = option(args, "correction")
     if preset is not None:
         correction = PRESETS[preset]  # also without vLLM, for the log-probs of a `rollout_func`
     elif args.use_vllm and args.vllm_importance_sampling_correction:
@@ -77,15 +82,13 @@ def correction_of(args: Any) -> Correction | None:
         correction = Correction(level, action, *bounds)
     else:
         return None
+    calibrated = option(args, "correction_bounds") == "calibrated"
     return replace(
         correction,
-        rejections=correction.rejections + rejections_of(getattr(args, "correction_rejections", None) or {}),
-        trust_regions=correction.trust_regions
-        + trust_regions_of(getattr(args, "correction_trust_regions", None) or {}),
-        normalize=getattr(args, "correction_normalize", "none"),
-        reject_rate=args.correction_reject_rate
-        if getattr(args, "correction_bounds", "fixed") == "calibrated"
-        else None,
+        rejections=correction.rejections + rejections_of(option(args, "correction_rejections") or {}),
+        trust_regions=correction.trust_regions + trust_regions_of(option(args, "correction_trust_regions") or {}),
+        normalize=option(args, "correction_normalize"),
+        reject_rate=option(args, "correction_reject_rate") if calibrated else None,
     )
 
 
@@ -327,10 +330,8 @@ class ConsistentGRPOConfig(GRPOConfig):
                 "`correction_reject_baseline='exclude'` works with `multi_objective_aggregation='sum_then_normalize'` "
                 f"only, got {self.multi_objective_aggregation!r}."
             )
-        if self.old_logprobs == "reuse" and (reason := reuse_obstacle(self, correction)):
-            raise ValueError(f"`old_logprobs='reuse'` is not possible: {reason}. Set 'recompute' or 'auto'.")
-        if self.old_logprobs == "rollout" and (reason := in_loss_obstacle(self, correction)):
-            raise ValueError(f"`old_logprobs='rollout'` is not possible: {reason}. Set 'recompute' or 'auto'.")
+        if self.old_logprobs in ("reuse", "rollout"):
+            refuse(self.old_logprobs, obstacle(self, correction, self.old_logprobs))
         for key in self.rollout_engine_kwargs or {}:
             if key in _ENGINE_KEYS_OF_TRL:
                 raise ValueError(f"`rollout_engine_kwargs` must not contain {key!r}: {_ENGINE_KEYS_OF_TRL[key]}.")
@@ -344,18 +345,18 @@ class ConsistentGRPOConfig(GRPOConfig):
 
     def _check_loss(self, correction: Correction) -> None:
         """Refuses corrections that the loss cannot take."""
-        if self.loss_type == "vespo" and not self.use_vllm:
-            raise ValueError(
-                "`loss_type='vespo'` takes its weights inside a sequence ratio, where only TRL's vLLM path puts them: "
-                "set `use_vllm=True`, or another `loss_type`."
-            )
-        if self.loss_type == "vespo" and any(region.kind != "opsm" for region in correction.trust_regions):
-            raise ValueError(
-                "`loss_type='vespo'` multiplies the weights of a completion, so that one masked token would mask all: "
-                f"it works with the trust region 'opsm' only, got {self.correction_trust_regions or self.correction!r}."
-            )
-        if self.loss_type == "vespo" and correction.action != "none":
-            if correction.level != "token" or correction.action == "reject":
+        if self.loss_type == "vespo":
+            if not self.use_vllm:
+                raise ValueError(
+                    "`loss_type='vespo'` takes its weights inside a sequence ratio, where only TRL's vLLM path puts them: "
+                    "set `use_vllm=True`, or another `loss_type`."
+                )
+            if any(region.kind != "opsm" for region in correction.trust_regions):
+                raise ValueError(
+                    "`loss_type='vespo'` multiplies the weights of a completion, so that one masked token would mask all: it "
+                    f"works with the trust region 'opsm' only, got {self.correction_trust_regions or self.correction!r}."
+                )
+            if correction.action == "reject" or (correction.action != "none" and correction.level != "token"):
                 raise ValueError(
                     f"`loss_type='vespo'` works with token_truncate and token_mask corrections only, got "
                     f"`vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}`"

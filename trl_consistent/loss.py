@@ -70,7 +70,7 @@ def has_entropy_bonus(args: Any) -> bool:
     return args.entropy_coef != 0.0 or args.use_adaptive_entropy
 
 
-def in_loss_obstacle(args: Any, correction: Correction | None) -> str | None:
+def _in_loss_obstacle(args: Any, correction: Correction | None) -> str | None:
     """Why `correction` cannot be computed between the training forward and the loss of one micro-batch; `None` if it
     can."""
     if correction is None:
@@ -96,12 +96,23 @@ def in_loss_obstacle(args: Any, correction: Correction | None) -> str | None:
     return None
 
 
-def reuse_obstacle(args: Any, correction: Correction | None) -> str | None:
-    """Why the training forward cannot stand in for the old log-probs, as far as a config shows; `None` if it can."""
+def obstacle(args: Any, correction: Correction | None, source: str) -> str | None:
+    """Why the old log-probs cannot come from `source` (`reuse` or `rollout`), as far as a config shows; `None` if they
+    can."""
     every = args.steps_per_generation * args.num_iterations
-    if args.gradient_accumulation_steps % every:
+    if source == "reuse" and args.gradient_accumulation_steps % every:
         return (
             f"the weights change while a rollout batch is used: it lasts {every} micro-batches (`steps_per_generation` x "
             f"`num_iterations`), and `gradient_accumulation_steps={args.gradient_accumulation_steps}` is no multiple"
         )
-    return in_loss_obstacle(args, correction)
+    return _in_loss_obstacle(args, correction)
+
+
+def refuse(source: str, reason: str | None) -> None:
+    """Raises for an `old_logprobs` that has a reason against it.
+
+    Raises:
+        `ValueError`: with the reason, and what to set instead.
+    """
+    if reason is not None:
+        raise ValueError(f"`old_logprobs={source!r}` is not possible: {reason}. Set 'recompute' or 'auto'.")

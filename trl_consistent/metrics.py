@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from .corrections import CorrectionResult
@@ -273,15 +273,13 @@ _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -24, 8
 _BINS = (_HIGHEST_OCTAVE - _LOWEST_OCTAVE) << _MANTISSA_BITS
 
 
-def _bins(x: Float[Tensor, "B T"]) -> Int[Tensor, " n"]:
-    """The bin of each value, never negative; 0 is in the first."""
+def _histogram(x: Float[Tensor, "B T"], weights: Shaped[Tensor, "B T"] | None = None) -> Shaped[Tensor, " n"]:
+    """The sum of weights, 1 if left out, in each bin; 0 falls into the first."""
     bits = x.view(torch.int32) >> (23 - _MANTISSA_BITS)
-    return bits.sub_((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS).clamp_(0, _BINS - 1).long().flatten()
-
-
-def _histogram(x: Float[Tensor, "B T"], weights: Shaped[Tensor, "B T"]) -> Shaped[Tensor, " n"]:
+    bins = bits.sub_((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS).clamp_(0, _BINS - 1).long().flatten()
     counts = _wide(torch.zeros(_BINS, device=x.device))
-    return counts.scatter_add_(0, _bins(x), weights.flatten().to(counts.dtype))
+    each = counts.new_ones(()).expand(x.numel()) if weights is None else weights.flatten().to(counts.dtype)
+    return counts.scatter_add_(0, bins, each)
 
 
 def _bin_edges(device: torch.device) -> Float[Tensor, " n"]:
@@ -358,9 +356,7 @@ def _mismatch_rows(
     excess = torch.expm1(bounded)  # ratio - 1, exact near d = 0
     p_old, p_sampling = old.exp(), sampling.exp()
     prob_diff = (p_old - p_sampling).abs_()
-    ones = torch.ones((), device=d.device)
-    counts = torch.zeros(_BINS, device=d.device).scatter_add_(0, _bins(abs_diff), ones.expand(d.numel()))
-    counts = _wide(counts)
+    counts = _histogram(abs_diff)
     counts[0] -= d.numel() - number.sum()  # what is not scored has 0 there
     stats = {
         "tokens": _scalar(tokens.sum()),

@@ -27,15 +27,15 @@ from .calibration import (
     noise_statistics,
 )
 from .callbacks import MismatchLRCallback, ReferenceResetCallback
-from .config import ConsistentGRPOConfig, correction_of
+from .config import correction_of, option
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
 from .loss import (
     ROW_COUNT_LOSSES,
     aggregated,
-    in_loss_obstacle,
+    obstacle,
+    refuse,
     rejection_scale,
-    reuse_obstacle,
     scales_late,
 )
 from .metrics import (
@@ -72,11 +72,6 @@ def _as_trl_logs(args: GRPOConfig) -> dict[str, str]:
     return {f"sampling/{name}": key for name, key in names.items()}
 
 
-def _option(args: GRPOConfig | None, name: str) -> Any:
-    """One of our fields; its default where `args` is a plain `GRPOConfig`."""
-    return getattr(args, name, ConsistentGRPOConfig.__dataclass_fields__[name].default)
-
-
 def _checked(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(rollout_func)
     def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -93,7 +88,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     [`~trl.GRPOTrainer`] that measures and corrects training-inference mismatch.
 
     Everything is inherited; with our options unset, loss, gradients and weights are those of `GRPOTrainer`, bit for bit.
-    Added are the metrics of [`METRICS`] on every step with sampling log-probs, the corrections of [`PRESETS`], and a
+    Added are the metrics of [`METRICS`] on every rollout batch with sampling log-probs, the corrections of [`PRESETS`], and a
     rollout engine whose weight syncs are checked.
 
     Example:
@@ -119,9 +114,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _own_kl = False
     _needs_engine = False
     _decision: contextlib.ExitStack | None = None
-    _reset_is_due = False
+    _reference_reset: ReferenceResetCallback | None = None
     _noise_batches = 0
-    _warned_of_noise = False
     _micro_batches: tuple[dict[str, Stat], ...] = ()
     _late_losses: tuple[Tensor, ...] = ()
     _late_scale: Tensor | None = None
@@ -138,14 +132,14 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     ):
         if args is not None and args.use_vllm and not _compat.vllm_is_available():
             raise ImportError(f"`use_vllm=True`, but vLLM is not installed: {INSTALL}.")
-        with consistent_generation(_option(args, "rollout_engine_kwargs") or {}, _option(args, "rollout_verify_sync")):
+        with consistent_generation(option(args, "rollout_engine_kwargs") or {}, option(args, "rollout_verify_sync")):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = _checked(self.rollout_func)
         self._correction = correction_of(self.args)
         if self._correction is not None and not self._correction.acts:
             self._correction = None
-        preset, mode = _option(self.args, "correction"), self.args.vllm_importance_sampling_mode
+        preset, mode = option(self.args, "correction"), self.args.vllm_importance_sampling_mode
         known_to_trl = mode in _compat.TRL_MODES
         c = self._correction
         self._replaces_ratio = c is not None and (
@@ -157,7 +151,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 "`rollout_func` that returns them, or leave `correction` unset."
             )
         self._old_logprobs = self._source_of_old_logprobs()
-        estimator, ratio = (_option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
+        estimator, ratio = (option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
         self._own_kl = self.beta != 0.0 and (estimator != "k3" or ratio != "old")
         self._needs_engine = self._correction is not None or self._old_logprobs == "rollout" or ratio == "sampling"
         if ratio == "sampling" and not self.use_vllm and self.rollout_func is None:
@@ -168,10 +162,11 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 f"{type(self).__name__} inherits a loss that is not `GRPOTrainer`'s and may ignore weights: leave "
                 "`correction`, `old_logprobs` and the `kl_*` options unset, or put the weights into that loss yourself."
             )
-        if (steps := _option(self.args, "ref_reset_steps")) is not None:
+        if (steps := option(self.args, "ref_reset_steps")) is not None:
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
                 raise ValueError("`ref_reset_steps` does not work with FSDP and DeepSpeed yet: leave it unset.")
-            self.add_callback(ReferenceResetCallback(steps, lambda: setattr(self, "_reset_is_due", True)))
+            self._reference_reset = ReferenceResetCallback(steps)
+            self.add_callback(self._reference_reset)
         self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
             if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
@@ -183,21 +178,18 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     def _source_of_old_logprobs(self) -> str:
         """`recompute` (TRL's rule), `reuse` or `rollout`; speaks up, once, where `auto` would have liked to reuse."""
-        asked, correction = _option(self.args, "old_logprobs"), self._correction
+        asked, correction = option(self.args, "old_logprobs"), self._correction
         if asked == "auto" and not self._replaces_ratio or asked == "recompute":
             return "recompute"
+        reason = obstacle(self.args, correction, "reuse" if asked == "auto" else asked)
         late = scales_late(self.args, correction)
-        reason = (
-            in_loss_obstacle(self.args, correction) if asked == "rollout" else reuse_obstacle(self.args, correction)
-        )
         if reason is None and late and (self.aux_loss_enabled or self.is_deepspeed_enabled):
             name = "the auxiliary loss of the router" if self.aux_loss_enabled else "DeepSpeed"
             reason = f"with rejections, the gradient is scaled after the last micro-batch, which {name} does not allow"
         if asked == "rollout":
             if reason is None and not self.use_vllm and self.rollout_func is None:
                 reason = "there is no rollout engine whose log-probs could be used"
-            if reason is not None:
-                raise ValueError(f"`old_logprobs='rollout'` is not possible: {reason}. Set 'recompute' or 'auto'.")
+            refuse(asked, reason)
             if correction is not None and correction.action == "truncate" and self.accelerator.is_main_process:
                 logger.warning(
                     "With `old_logprobs='rollout'`, the ratio of the loss is pi / mu already and every weight is 1: the "
@@ -210,7 +202,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             logger.info("The old log-probs are read from the training forward.")
             return "reuse"
         if asked == "reuse":
-            raise ValueError(f"`old_logprobs='reuse'` is not possible: {reason}. Set 'recompute' or 'auto'.")
+            refuse(asked, reason)
         if self.accelerator.is_main_process:
             logger.warning(
                 f"The old log-probs take an extra forward per rollout batch, and cannot be read from the training "
@@ -236,9 +228,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._reset_is_due and self.model.training:  # not amid a rollout batch, whose KL is to one reference
+        reset = self._reference_reset
+        if reset is not None and reset.is_due and self.model.training:  # not amid a rollout batch, whose KL is to one
             self._reset_reference()
-            self._reset_is_due = False
+            reset.is_due = False
         decides = self._old_logprobs != "recompute" or (self._correction is not None and not self.use_vllm)
         if decides:
             with (
@@ -256,7 +249,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 "The correction, `old_logprobs='rollout'` and `kl_bias_correction_ratio='sampling'` need the log-probs of "
                 "the rollout engine, but the rollout returned none. Return them as 'logprobs', or leave these unset."
             )
-        if sampling is None or self._old_logprobs != "recompute" or old is None:
+        if sampling is None or old is None:
             return output  # nothing to compare, or compared between the training forward and the loss
         mask = self._loss_mask(output)
         if self._correction is None:
@@ -278,7 +271,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             # TRL's loss mask is completion_mask * tool_mask; only the former also is an attention mask.
             output["tool_mask"] = result.keep_mask.to(output["completion_mask"].dtype)
             self._follow_rejections(output, stats)
-            if _option(self.args, "correction_reject_baseline") == "exclude" and rewards is not None:
+            if option(self.args, "correction_reject_baseline") == "exclude" and rewards is not None:
                 output["advantages"] = self._advantages_without(mask.any(1) & ~result.keep_mask.any(1), rewards)
         output.pop("importance_sampling_ratio", None)
         self._weight(output, weights)
@@ -408,8 +401,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             if self._old_logprobs == "rollout":
                 batch["old_per_token_logps"] = torch.where(torch.isfinite(sampling), sampling, logps)
         if correction is not None and correction.trust_regions:
-            advantages = batch["advantages"]
-            advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+            advantages = self._two_dimensional(batch["advantages"])
             passes = torch.ones_like(mask, dtype=torch.bool)
             for region in correction.trust_regions:
                 passes = passes & trust_region_mask(logps, sampling, advantages, mask, region)
@@ -423,19 +415,16 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if self.args.use_bias_correction_kl:
             old = batch.get("old_per_token_logps")
             old = per_token_logps.detach() if old is None else old
-            if _option(self.args, "kl_bias_correction_ratio") == "sampling":
+            if option(self.args, "kl_bias_correction_ratio") == "sampling":
                 sampling = batch["sampling_per_token_logps"]
                 old = torch.where(torch.isfinite(sampling), sampling, old)
             log_weights = (per_token_logps - old).clamp(max=MAX_LOG_RATIO)
-            if (
-                self.importance_sampling_level == "sequence"
-                and _option(self.args, "kl_bias_correction_ratio") == "old"
-            ):
+            if self.importance_sampling_level == "sequence" and option(self.args, "kl_bias_correction_ratio") == "old":
                 mask = batch["completion_mask"]
                 log_weights = (log_weights * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
             weights = log_weights.exp()
         log_ratio = per_token_logps - batch["ref_per_token_logps"]
-        return reference_kl(log_ratio, _option(self.args, "kl_estimator"), weights)
+        return reference_kl(log_ratio, option(self.args, "kl_estimator"), weights)
 
     def _aggregated(self, per_token: Tensor, batch: dict[str, Any]) -> Tensor:
         """What the loss makes of a term of each token."""
@@ -483,8 +472,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def _check_noise(self) -> None:
         """Says, once, that calibrated bounds do not come into being."""
         self._noise_batches += 1
-        self._warned_of_noise = self._noise_batches >= _NOISE_BATCHES
-        if self._warned_of_noise and not self._noise.ready and self.accelerator.is_main_process:
+        told = self._noise_batches != _NOISE_BATCHES or not self.accelerator.is_main_process
+        if not told and not self._noise.ready:
             logger.warning(
                 f"After {_NOISE_BATCHES} rollout batches, fewer than {WARM_UP_ROWS} completions had the 8 tokens it takes to "
                 "measure the engine's noise: `correction_bounds='calibrated'` still uses the fixed bounds."
@@ -505,9 +494,13 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         """Multiplies the policy term of the loss of `batch` by `weights`, never negative."""
         if self.use_vllm:
             batch["importance_sampling_ratio"] = batch.get("importance_sampling_ratio", 1.0) * weights
-        else:  # TRL's loss takes no ratio then; it is linear in the size of an advantage, see `ConsistentGRPOConfig`
-            advantages = batch["advantages"]
-            batch["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * weights
+        else:  # TRL's loss takes no ratio then; all but vespo are linear in the size of an advantage
+            batch["advantages"] = self._two_dimensional(batch["advantages"]) * weights
+
+    @staticmethod
+    def _two_dimensional(advantages: Tensor) -> Tensor:
+        """TRL's loss takes advantages of completions, `(B,)`, and of tokens, `(B, T)`."""
+        return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
 
     def _advantages_without(self, rejected: Tensor, rewards: Tensor) -> Tensor:
         """The advantages of this rank's completions, with the rejected ones out of the baseline of their group.
@@ -549,7 +542,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 self._noise = self._noise.update(stats)
                 if self._explains_default:
                     self._explain_default(stats)
-                elif not self._warned_of_noise:
+                else:
                     self._check_noise()
             stats = {key: stat for key, stat in stats.items() if key != "noise"}
         before = self._window.get(mode)
@@ -565,7 +558,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             partial = folder / f"{_NOISE_FILE}.tmp"
             partial.write_text(json.dumps(self._noise.state_dict()))
             partial.replace(folder / _NOISE_FILE)
-        if _option(self.args, "ref_reset_steps") is not None and self.ref_model is not None:
+        if self._reference_reset is not None and self.ref_model is not None:
             self.accelerator.unwrap_model(self.ref_model).save_pretrained(folder / _REFERENCE_FOLDER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -577,9 +570,6 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if (path := Path(checkpoint, _REFERENCE_FOLDER)).exists() and self.ref_model is not None:
             reference = self.accelerator.unwrap_model(self.ref_model)
             reference.load_state_dict(type(reference).from_pretrained(path, dtype=reference.dtype).state_dict())
-        if (steps := _option(self.args, "ref_reset_steps")) is not None:  # it was due when the checkpoint was written
-            state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
-            self._reset_is_due = state["global_step"] % steps == 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
