@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.training import ConsistentGRPOTrainer, train
+from tests.training import LOSS_TYPES, ConsistentGRPOTrainer, train
 
 
 model, output = sys.argv[1:3]
 report = {}
-for loss_type in ("dapo", "grpo", "luspo"):
+for number, loss_type in enumerate(LOSS_TYPES):
     for source in ("recompute", "reuse"):
         seen = []
 
@@ -25,7 +25,8 @@ for loss_type in ("dapo", "grpo", "luspo"):
             rejected = len(seen) % (2 if dist.get_rank() else 4) == 0
             return [lp - (3.0 if rejected else 0.3 * (-1) ** i) for i, lp in enumerate(logps)]
 
-        options = {"correction": "tis", "correction_rejections": {"k2/sequence_mean": [None, 1.0]}, "beta": 0.1}
+        options = {"correction": "tis", "correction_rejections": {"k2/sequence_mean": [None, 1.0]}}
+        options |= {"lora": number % 2 == 1, "beta": 0.1 * (number % 4 < 2)}
         kept = train(
             ConsistentGRPOTrainer, model, Path(output), plant=plant, loss_type=loss_type, old_logprobs=source,
             max_steps=1, max_grad_norm=1e9, learning_rate=1e-3, gradient_accumulation_steps=4, **options,
