@@ -4,6 +4,7 @@
 import logging
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trl_consistent import PRESETS, Correction, _compat, correct, mismatch_log_r
 from trl_consistent.calibration import noise_statistics
 from trl_consistent.config import MODES
 
-from .tiny import dataset
+from .tiny import SyntheticGeneration, dataset
 from .training import LOSS_TYPES, ConsistentGRPOTrainer, assert_same_training, build, noise, synthetic_engine, train
 
 
@@ -694,3 +695,27 @@ def test_a_rollout_without_log_probs_is_refused_where_they_are_needed(tiny_model
     ):
         with pytest.raises(ValueError, match="need the log-probs of the rollout engine.*Return them as 'logprobs'"):
             train(ConsistentGRPOTrainer, tiny_model, tmp_path, use_vllm=False, rollout_func=silent, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"correction": "tis"}, True),
+        ({"correction": "none", "old_logprobs": "rollout"}, True),
+        ({"correction": "none", "kl_bias_correction_ratio": "sampling", "beta": 0.1}, True),
+        ({"correction": "none"}, False),
+    ],
+    ids=str,
+)
+def test_a_server_with_raw_log_probs_is_refused_where_we_rely_on_them(
+    tiny_model, tmp_path, monkeypatch, caplog, options, refused
+):
+    client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "raw_logprobs"}})
+    monkeypatch.setattr(SyntheticGeneration, "vllm_client", client, raising=False)
+    with synthetic_engine(), caplog.at_level(logging.WARNING):
+        if refused:
+            with pytest.raises(ValueError, match="logprobs_mode='raw_logprobs'"):
+                build(ConsistentGRPOTrainer, tiny_model, tmp_path, vllm_mode="server", **options)
+        else:
+            build(ConsistentGRPOTrainer, tiny_model, tmp_path, vllm_mode="server", **options)
+            assert "every mismatch ratio is off" in caplog.text

@@ -153,7 +153,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         self._old_logprobs = self._source_of_old_logprobs()
         estimator, ratio = (option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
         self._own_kl = self.beta != 0.0 and (estimator != "k3" or ratio != "old")
-        self._needs_engine = self._correction is not None or self._old_logprobs == "rollout" or ratio == "sampling"
+        relies = (
+            self._replaces_ratio or self._old_logprobs == "rollout" or ratio == "sampling"
+        )  # ours does, not only TRL's
+        self._needs_engine = self._correction is not None or relies
         if ratio == "sampling" and not self.use_vllm and self.rollout_func is None:
             raise ValueError("`kl_bias_correction_ratio='sampling'` needs a rollout engine, and there is none.")
         changes_loss = self._replaces_ratio or self._own_kl or self._old_logprobs != "recompute"
@@ -169,9 +172,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self.add_callback(self._reference_reset)
         self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
-            if self._replaces_ratio or not self.vllm_importance_sampling_correction:  # else TRL warns
+            if relies or not self.vllm_importance_sampling_correction:  # else TRL warns
                 info = self.vllm_generation.vllm_client.get_server_info()
-                check_server(info, correcting=self._replaces_ratio)
+                check_server(info, correcting=relies)
         if not known_to_trl:  # TRL computes (and logs as sampling/*) the raw token ratio, we replace it
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
