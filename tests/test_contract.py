@@ -210,3 +210,16 @@ def test_patches_undo_themselves_even_after_an_error():
     except KeyError:
         pass
     assert (vllm_generation.LLM, grpo_trainer.VLLMGeneration) == before
+
+
+def test_transformers_builds_its_logits_processors_in_one_place_and_batches_with_a_config():
+    import inspect
+
+    from transformers import ContinuousBatchingConfig, GenerationMixin
+    from transformers.generation.continuous_batching import ContinuousMixin
+
+    assert inspect.getsource(GenerationMixin.generate).count("self._get_logits_processor(") == 1
+    assert "continuous_batching_config" in inspect.signature(ContinuousMixin.generate_batch).parameters
+    assert ContinuousBatchingConfig().return_logprobs is False
+    source = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert source.count(".generate(") == 2 and "continuous_batching_config=self.continuous_batching_config" in source

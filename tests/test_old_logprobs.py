@@ -276,11 +276,6 @@ def test_bypass_survives_tokens_without_a_usable_log_prob(tiny_model, tmp_path, 
     assert all(torch.isfinite(g).all() for g in kept.gradients[0].values())
 
 
-def test_bypass_without_an_engine_is_refused(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="`old_logprobs='rollout'` is not possible: there is no rollout engine"):
-        build(ConsistentGRPOTrainer, tiny_model, tmp_path, use_vllm=False, old_logprobs="rollout")
-
-
 # --- rollouts without vLLM -------------------------------------------------------------------------------------------
 
 
@@ -311,11 +306,6 @@ def test_weights_folded_into_advantages_are_exact(tiny_model, tmp_path, loss_typ
     vllm = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.8), **options)
     assert_same_step(vllm, ours)
     assert vllm.logs[0]["correction/truncated_fraction/high"] > 0.02
-
-
-def test_a_correction_without_any_engine_is_refused(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="`correction='tis'` needs .*set `use_vllm=True`, give a `rollout_func`"):
-        build(ConsistentGRPOTrainer, tiny_model, tmp_path, use_vllm=False, correction="tis")
 
 
 def test_losses_that_ignore_weights_are_refused(tiny_model, tmp_path):

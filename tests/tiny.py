@@ -62,7 +62,7 @@ def dataset() -> Dataset:
 
 def letters_reward(completions, **kwargs) -> list[float]:
     """Anything that differs between completions."""
-    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+    return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
 
 
 class SyntheticGeneration:

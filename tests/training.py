@@ -4,6 +4,7 @@
 import contextlib
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -47,7 +48,7 @@ def synthetic_engine(plant=None):
         yield
 
 
-def build(cls, model, tmp_path, lora=False, callbacks=(), rollout_func=None, **options):
+def build(cls, model, tmp_path, lora=False, callbacks=(), rollout_func=None, rows=None, inputs=None, **options):
     config = GRPOConfig if cls is GRPOTrainer else ConsistentGRPOConfig
     defaults = {
         "output_dir": str(tmp_path / cls.__name__),
@@ -71,10 +72,11 @@ def build(cls, model, tmp_path, lora=False, callbacks=(), rollout_func=None, **o
         model=model,
         reward_funcs=letters_reward,
         args=args,
-        train_dataset=dataset(),
+        train_dataset=dataset() if rows is None else Dataset.from_list(rows),
         callbacks=list(callbacks),
         peft_config=LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear") if lora else None,
         rollout_func=rollout_func,
+        **inputs or {},
     )
 
 

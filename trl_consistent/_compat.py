@@ -109,6 +109,39 @@ def engine_class_replaced(
     return substituted(module, LLM=wrap(module.LLM))
 
 
+def last_logits_processor(processor: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Every `generate` of transformers calls `processor` after all others.
+
+    What is passed as `logits_processor` comes before the temperature and the truncations.
+    """
+    from transformers import GenerationMixin
+
+    build = GenerationMixin._get_logits_processor
+
+    def with_ours(model: Any, *args: Any, **kwargs: Any) -> Any:
+        processors = build(model, *args, **kwargs)
+        processors.append(processor)
+        return processors
+
+    return substituted(GenerationMixin, _get_logits_processor=with_ours)
+
+
+def batched_outputs_seen(see: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Every `generate_batch` of transformers computes log-probs, and shows `see` its outputs."""
+    from transformers.generation.continuous_batching import ContinuousMixin
+
+    generate_batch = ContinuousMixin.generate_batch
+
+    def seen(model: Any, *args: Any, continuous_batching_config: Any, **kwargs: Any) -> Any:
+        config = copy.copy(continuous_batching_config)
+        config.return_logprobs = True
+        outputs = generate_batch(model, *args, continuous_batching_config=config, **kwargs)
+        see(outputs)
+        return outputs
+
+    return substituted(ContinuousMixin, generate_batch=seen)
+
+
 def vllm_is_available() -> bool:
     """Whether TRL sees a vLLM (of any build) in this environment."""
     from trl.import_utils import is_vllm_available

@@ -74,7 +74,7 @@ def correction_of(args: Any) -> Correction | None:
     """
     preset = option(args, "correction")
     if preset is not None:
-        correction = PRESETS[preset]  # also without vLLM, for the log-probs of a `rollout_func`
+        correction = PRESETS[preset]  # also without vLLM
     elif args.use_vllm and args.vllm_importance_sampling_correction:
         one_of("vllm_importance_sampling_mode", args.vllm_importance_sampling_mode, MODES)
         level, action = args.vllm_importance_sampling_mode.split("_")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerationMode
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
@@ -49,6 +50,7 @@ from .metrics import (
     trust_region_metrics,
 )
 from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
+from .rollout.hf import captured
 from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
 
 
@@ -59,6 +61,7 @@ logger = logging.getLogger(__name__)
 _MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
 
 
+_RELIANCE = "The correction, `old_logprobs='rollout'` and `kl_bias_correction_ratio='sampling'`"
 _NOISE_BATCHES = 100
 _NOISE_FILE, _REFERENCE_FOLDER = "mismatch_noise.json", "reference"
 
@@ -113,6 +116,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _kl: Tensor | None = None
     _own_kl = False
     _needs_engine = False
+    _captures = False
     _decision: contextlib.ExitStack | None = None
     _reference_reset: ReferenceResetCallback | None = None
     _noise_batches = 0
@@ -145,11 +149,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         self._replaces_ratio = c is not None and (
             preset is not None or not known_to_trl or c != Correction(c.level, c.action, c.lower, c.upper)
         )
-        if self._correction is not None and not self.use_vllm and self.rollout_func is None:
-            raise ValueError(
-                f"`correction={preset!r}` needs the log-probs of a rollout engine: set `use_vllm=True`, give a "
-                "`rollout_func` that returns them, or leave `correction` unset."
-            )
+        decoding = None if self.use_vllm or self.rollout_func else self.generation_config.get_generation_mode()
+        self._captures = decoding == GenerationMode.SAMPLE
         self._old_logprobs = self._source_of_old_logprobs()
         estimator, ratio = (option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
         self._own_kl = self.beta != 0.0 and (estimator != "k3" or ratio != "old")
@@ -157,8 +158,11 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self._replaces_ratio or self._old_logprobs == "rollout" or ratio == "sampling"
         )  # ours does, not only TRL's
         self._needs_engine = self._correction is not None or relies
-        if ratio == "sampling" and not self.use_vllm and self.rollout_func is None:
-            raise ValueError("`kl_bias_correction_ratio='sampling'` needs a rollout engine, and there is none.")
+        if self._needs_engine and decoding not in (None, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"{_RELIANCE} need the log-probs of sampled tokens, but `generation_kwargs={self.args.generation_kwargs}` "
+                f"decodes by {decoding.value!r}. Sample, or leave these unset."
+            )
         changes_loss = self._replaces_ratio or self._own_kl or self._old_logprobs != "recompute"
         if changes_loss and super()._compute_loss.__func__ is not GRPOTrainer._compute_loss:
             raise ValueError(
@@ -190,8 +194,6 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             name = "the auxiliary loss of the router" if self.aux_loss_enabled else "DeepSpeed"
             reason = f"with rejections, the gradient is scaled after the last micro-batch, which {name} does not allow"
         if asked == "rollout":
-            if reason is None and not self.use_vllm and self.rollout_func is None:
-                reason = "there is no rollout engine whose log-probs could be used"
             refuse(asked, reason)
             if correction is not None and correction.action == "truncate" and self.accelerator.is_main_process:
                 logger.warning(
@@ -214,7 +216,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         return "recompute"
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
-        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if self._captures:
+            with captured(self.use_transformers_continuous_batching) as engine:
+                completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
+            logprobs = engine.collect(completion_ids)
+        else:
+            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         check_completions(completion_ids, logprobs)
         return completion_ids, logprobs
 
@@ -249,14 +256,15 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         sampling, old = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
         if self._needs_engine and sampling is None:
             raise ValueError(
-                "The correction, `old_logprobs='rollout'` and `kl_bias_correction_ratio='sampling'` need the log-probs of "
-                "the rollout engine, but the rollout returned none. Return them as 'logprobs', or leave these unset."
+                f"{_RELIANCE} need the log-probs of the rollout engine, but the rollout returned none. Return them as "
+                "'logprobs', or leave these unset."
             )
         if sampling is None or old is None:
             return output  # nothing to compare, or compared between the training forward and the loss
         mask = self._loss_mask(output)
         if self._correction is None:
             self._record(mismatch_metrics(old, sampling, mask))
+            self._hide_captured(output)
             return output
         result, stats = self._measure(old, sampling, mask)
         correction = self._correction
@@ -394,6 +402,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             fresh = not self.model.training or use < self.args.gradient_accumulation_steps
             if correction is None:
                 stats = mismatch_metrics(logps, sampling, mask) if fresh else {}
+                self._hide_captured(batch)
             else:
                 result, stats = self._measure(logps, sampling, mask, mismatch=fresh)
                 weights = result.weights
@@ -411,6 +420,11 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             stats |= trust_region_metrics(mask, passes)
             self._weight(batch, passes.to(logps.dtype))
         return stats
+
+    def _hide_captured(self, batch: dict[str, Any]) -> None:
+        """Without a correction, the off-policy mask of TRL's loss sees what it sees without us."""
+        if self._captures and not self._needs_engine:
+            del batch["sampling_per_token_logps"]
 
     def _reference_kl(self, batch: dict[str, Any], per_token_logps: Tensor) -> Tensor:
         """The KL term of each token, where `kl_estimator` or its ratio is not TRL's."""
