@@ -20,7 +20,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 
 install_import_hook(
-    [f"trl_consistent.{name}" for name in ("ratios", "kl", "corrections", "metrics", "calibration")],
+    [f"trl_consistent.{name}" for name in ("ratios", "kl", "corrections", "metrics", "calibration", "support")],
     "beartype.beartype",
 )
 

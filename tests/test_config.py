@@ -7,8 +7,9 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from trl_consistent import ConsistentGRPOConfig
-from trl_consistent.config import MODES, correction_of
+from trl_consistent.config import MODES, correction_of, sampling_of
 from trl_consistent.corrections import PRESETS, Correction, Rejection, TrustRegion
+from trl_consistent.support import Sampling
 
 
 def config(tmp_path, **kwargs):
@@ -35,6 +36,7 @@ OUR_FIELDS = {
     "ref_reset_steps": None,
     "rollout_engine_kwargs": None,
     "rollout_verify_sync": "every",
+    "rollout_support": "off",
 }
 
 
@@ -335,3 +337,41 @@ def test_settings_that_could_change_nothing_are_refused(tmp_path, options, messa
 def test_dict_options_are_declared_for_the_command_line():
     assert {"correction_rejections", "rollout_engine_kwargs"} <= set(ConsistentGRPOConfig._VALID_DICT_FIELDS)
     assert set(GRPOConfig._VALID_DICT_FIELDS) < set(ConsistentGRPOConfig._VALID_DICT_FIELDS)
+
+
+def test_support_takes_what_it_follows_from_where_the_engine_takes_it(tmp_path):
+    args = config(
+        tmp_path, use_vllm=True, top_p=0.9, top_k=-1, generation_kwargs={"top_p": 0.8, "presence_penalty": 0.5}
+    )
+    expected = {"top_p": 0.8, "presence_penalty": 0.5}
+    assert sampling_of(args, "vllm") == Sampling(**expected)
+    assert sampling_of(args, "transformers") == Sampling(**expected, order=("top_k", "top_p", "min_p"))
+    assert sampling_of(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), "vllm") == Sampling()
+
+
+def test_what_support_follows_is_not_warned_about_and_the_rest_is(tmp_path, caplog):
+    reshaped = {
+        "use_vllm": True,
+        "top_p": 0.9,
+        "generation_kwargs": {"frequency_penalty": 0.1, "logit_bias": {3: 1.0}},
+    }
+    with caplog.at_level(logging.WARNING):
+        config(tmp_path, **reshaped, rollout_support="recompute")
+    assert "logit_bias" in caplog.text and "top_p" not in caplog.text and "frequency" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        config(tmp_path, **reshaped)
+    assert caplog.text.count("`rollout_support='recompute'`") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_support": "exact"}, "Expected one of: off, recompute"),
+        ({"rollout_support": "replay"}, "return_sampling_mask"),
+        ({"rollout_support": "recompute", "generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_support_refuses(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, use_vllm=True, **options)

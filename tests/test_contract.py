@@ -112,6 +112,60 @@ def test_the_loss_reads_what_we_change_after_its_forward_and_the_mask_from_the_b
     assert "+ self.router_aux_loss_coef * aux_loss / normalizer" in body
 
 
+def test_the_fused_head_takes_log_probs_from_a_module_level_name_and_gives_it_what_we_know():
+    import trl.trainer.utils as utils
+
+    head = source(utils.add_fused_lm_head)
+    call = " ".join(head[head.index("_ChunkedLogProbFunction.apply(") :].split())
+    assert call.startswith(
+        "_ChunkedLogProbFunction.apply( hidden_states[mask] if compact else hidden_states.reshape(-1, "
+        "hidden_states.size(-1)), weight, bias, labels[mask] if compact else labels.clamp(min=0).reshape(-1), "
+        "temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, final_logit_softcapping, logit_scale, outputs, )"
+    )
+    assert "mask = labels != -100" in head and "labels = labels[:, 1:]" in head
+    assert "log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1 = per_token" in head
+    assert 'outputs=("log_probs", "entropy")' in source(GRPOTrainer.__init__)
+    forward = source(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert "for start in range(0, input_ids.size(0), batch_size):" in forward
+    assert "labels = input_ids_batch.masked_fill(attention_mask_batch == 0, -100)" in forward
+    assert "labels[:, :-logits_to_keep] = -100" in forward and forward.count("fused_lm_head=True") == 1
+    parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert parameters[1:6] == ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+
+
+def test_the_policy_s_old_log_probs_come_before_the_reference_s():
+    body = source(GRPOTrainer._generate_and_score_completions)
+    old = body.index("old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(")
+    assert old < body.index("ref_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(")
+
+
+def test_the_order_in_which_engines_shape_the_distribution():
+    from transformers import GenerationMixin
+
+    body = source(GenerationMixin._get_logits_processor)
+    names = ["RepetitionPenalty", "Temperature", "TopK", "TopP", "MinP"]
+    places = [body.index(f"{name}Logits") for name in names]
+    assert places == sorted(places)
+
+
+@pytest.mark.vllm
+def test_the_order_in_which_vllm_shapes_the_distribution():
+    from vllm.model_executor.layers.utils import apply_penalties
+    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+    from vllm.v1.sample.sampler import Sampler
+
+    forward, sample = source(Sampler.forward), source(Sampler.sample)
+    assert forward.index("self.apply_logits_processors(") < forward.index("self.sample(")
+    places = [
+        sample.rindex(step)
+        for step in ("self.apply_temperature(", "logitsprocs.argmax_invariant", "self.topk_topp_sampler(")
+    ]
+    assert places == sorted(places)
+    assert MinPLogitsProcessor.is_argmax_invariant(None)
+    penalties = source(apply_penalties)
+    assert penalties.index("apply_repetition_penalties(logits") < penalties.index("logits -= frequency_penalties")
+
+
 def test_whether_old_log_probs_are_computed_hangs_on_two_things():
     body = source(GRPOTrainer._generate_and_score_completions)
     assert body.count("gradient_accumulation_steps") - body.count("# a full optimizer step (when gradient") == 1

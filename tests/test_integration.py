@@ -186,3 +186,27 @@ def test_the_engine_keeps_training_threads(tiny_model, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run(tiny_model, tmp_path, correction="tis", max_steps=1)
     assert torch.get_num_threads() == threads and "vLLM took torch" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.8},
+        {"top_k": 20},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.2},
+        {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2},
+        {"generation_kwargs": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "top_p": 0.9}},
+    ],
+    ids="+".join,
+)
+def test_on_the_support_of_the_engine_the_mean_ratio_is_one(tiny_model, tmp_path, settings):
+    shared = {"correction": "tis", "max_steps": 1, "gradient_accumulation_steps": 8, "max_completion_length": 32}
+    (log, *_) = run(tiny_model, tmp_path, rollout_support="recompute", **shared, **settings).logs
+    assert log["mismatch/abs_diff/mean"] < 1e-5
+    assert abs(log["mismatch/ratio/mean"] - 1) < 1e-5
+    assert log["mismatch/outside_support_fraction"] == 0
+    # the same completions: the engine does not depend on what the trainer makes of them
+    (before, *_) = run(tiny_model, tmp_path, **shared, **settings).logs
+    assert before["mismatch/abs_diff/mean"] > 0.01
+    assert before["mismatch/log_ppl/sampling"] == pytest.approx(log["mismatch/log_ppl/sampling"], rel=1e-5)

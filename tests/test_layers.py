@@ -13,10 +13,10 @@ import trl_consistent
 
 PACKAGE = Path(trl_consistent.__file__).parent
 ORDER = [
-    "ratios", "kl", "corrections", "metrics", "calibration", "loss", "records", "_compat", "config", "router_replay",
+    "ratios", "kl", "corrections", "metrics", "calibration", "support", "loss", "records", "_compat", "config", "router_replay",
     "rollout", "diagnose", "report", "callbacks", "trainer", "run", "cli",
 ]  # fmt: skip
-MATH = ORDER[:5]
+MATH = ORDER[:6]
 
 
 def layer(path: Path) -> str:

@@ -14,6 +14,7 @@ from trl_consistent.metrics import (
     merge,
     mismatch_metrics,
     reference_metrics,
+    support_metrics,
     trust_region_metrics,
 )
 from trl_consistent.ratios import mismatch_log_ratio
@@ -248,6 +249,7 @@ def test_catalogue_and_functions_agree():
     logged = finalize(mismatch_metrics(old, sampling, mask) | correction_metrics(mask, result, "truncate"))
     logged |= finalize(trust_region_metrics(mask, result.keep_mask))
     logged |= finalize(reference_metrics(old, old - 0.1, mask))
+    logged |= finalize(support_metrics(old > sampling, mask))
     assert set(logged) == set(METRICS)
     assert all(
         metric.key == key and metric.meaning and metric.unit and metric.reduction for key, metric in METRICS.items()

@@ -3,6 +3,14 @@
 
 import torch
 from datasets import Dataset
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 
 PROMPTS = ["one two", "three", "four five six", "seven eight"]
@@ -68,6 +76,8 @@ def letters_reward(completions, **kwargs) -> list[float]:
 class SyntheticGeneration:
     """Stands in for TRL's `VLLMGeneration`: samples from the trainer's own model, so the only gap is the planted one.
 
+    Penalties and truncation are those of vLLM, in its order, by the processors of transformers.
+
     `plant(ids, logps)` edits the log-probs of each completion (a list of floats); set it on the class.
     """
 
@@ -75,7 +85,15 @@ class SyntheticGeneration:
 
     def __init__(self, model, accelerator, processing_class, **kwargs):
         self.model, self.accelerator, self.processing_class = model, accelerator, processing_class
-        self.temperature = kwargs["temperature"]
+        asked = {**kwargs, **(kwargs["generation_kwargs"] or {})}
+        steps = [
+            (RepetitionPenaltyLogitsProcessor, "repetition_penalty", 1.0),
+            (TemperatureLogitsWarper, "temperature", None),
+            (MinPLogitsWarper, "min_p", None),
+            (TopKLogitsWarper, "top_k", 0),
+            (TopPLogitsWarper, "top_p", 1.0),
+        ]
+        self.processors = LogitsProcessorList(step(asked[name]) for step, name, off in steps if asked[name] != off)
         self.max_completion_length = kwargs["max_completion_length"]
         self.generator = torch.Generator().manual_seed(1234 + accelerator.process_index)
 
@@ -90,8 +108,9 @@ class SyntheticGeneration:
         for prompt in prompts:
             ids, values = [], []
             while len(ids) < self.max_completion_length:
-                logits = self.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, -1].float()
-                logps = (logits / self.temperature).log_softmax(-1)
+                tokens = torch.tensor([[*prompt, *ids]])
+                logits = self.model(input_ids=tokens).logits[:, -1].float()
+                logps = self.processors(tokens, logits)[0].log_softmax(-1)
                 ids.append(torch.multinomial(logps.exp(), 1, generator=self.generator).item())
                 values.append(logps[ids[-1]].item())
                 if ids[-1] == self.processing_class.eos_token_id:

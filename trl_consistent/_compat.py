@@ -142,6 +142,11 @@ def batched_outputs_seen(see: Callable[[Any], None]) -> contextlib.AbstractConte
     return substituted(ContinuousMixin, generate_batch=seen)
 
 
+def fused_head_replaced(head: Any) -> contextlib.AbstractContextManager[None]:
+    """The forward that `add_fused_lm_head` gives a model takes log-probs from `apply` of this module-level name."""
+    return substituted(importlib.import_module("trl.trainer.utils"), _ChunkedLogProbFunction=head)
+
+
 def vllm_is_available() -> bool:
     """Whether TRL sees a vLLM (of any build) in this environment."""
     from trl.import_utils import is_vllm_available

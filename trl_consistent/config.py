@@ -12,6 +12,7 @@ from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection
 from .kl import REFERENCE_ESTIMATORS
 from .loss import ROW_COUNT_LOSSES, has_entropy_bonus, obstacle, refuse
 from .ratios import LEVELS
+from .support import ORDERS, Sampling
 
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ OLD_LOGPROBS = ("auto", "recompute", "reuse", "rollout")
 REJECT_BASELINES = ("keep", "exclude")
 BOUNDS = ("fixed", "calibrated")
 KL_RATIOS = ("old", "sampling")
+SUPPORTS = ("off", "recompute")
 
 _ENGINE_KEYS_OF_TRL = {
     "model": "the trainer rolls out the model it trains",
@@ -52,6 +54,8 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "vllm_structured_outputs_regex": (None,),
 }
+# Those that `rollout_support='recompute'` makes them follow.
+_FOLLOWED = tuple(name for name in Sampling.__dataclass_fields__ if name in _RESHAPING)
 
 
 def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -63,6 +67,19 @@ def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
 def option(args: Any, name: str) -> Any:
     """One of our fields; its default where `args` is a plain `GRPOConfig`, or nothing."""
     return getattr(args, name, ConsistentGRPOConfig.__dataclass_fields__[name].default)
+
+
+def setting(args: Any, name: str) -> Any:
+    """What the engine is asked for: `generation_kwargs` go before fields of the same name."""
+    return (args.generation_kwargs or {}).get(name, getattr(args, name, None))
+
+
+def sampling_of(args: Any, engine: str) -> Sampling:
+    """The settings, beyond the temperature, by which `engine` (a key of `ORDERS`) reshapes the model's distribution."""
+    asked = {name: setting(args, name) for name in _FOLLOWED}
+    return Sampling(
+        **{name: value for name, value in asked.items() if value not in _RESHAPING[name]}, order=ORDERS[engine]
+    )
 
 
 def correction_of(args: Any) -> Correction | None:
@@ -189,6 +206,11 @@ class ConsistentGRPOConfig(GRPOConfig):
         rollout_verify_sync (`str`, *optional*, defaults to `"every"`):
             When to compare trainer and colocated engine on a short fixed prompt after a weight sync: `"off"`,
             `"first"` or `"every"`. Weights that did not arrive, or arrived as garbage, raise.
+        rollout_support (`str`, *optional*, defaults to `"off"`):
+            `"recompute"` lets the trainer's log-probs (current, old and those of the reference) and entropies follow
+            `top_p`, `top_k`, `min_p`, `repetition_penalty` and, in `generation_kwargs`, `presence_penalty` and
+            `frequency_penalty`, renormalised over the tokens that are kept. With `"off"` they are those of the whole
+            vocabulary, and the mean ratio to the engine is the mass that was kept.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + [
@@ -284,6 +306,13 @@ class ConsistentGRPOConfig(GRPOConfig):
             "'first' or 'every'. Weights that did not arrive, or arrived as garbage, raise."
         },
     )
+    rollout_support: str = field(
+        default="off",
+        metadata={
+            "help": "'recompute' lets the trainer's log-probs and entropies follow top-p, top-k, min-p and the penalties "
+            "of the engine, renormalised over the tokens that are kept; 'off' leaves them over the whole vocabulary."
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.correction is not None:
@@ -293,6 +322,12 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("rollout_verify_sync", self.rollout_verify_sync, VERIFY_SYNC)
         super().__post_init__()
         one_of("old_logprobs", self.old_logprobs, OLD_LOGPROBS)
+        if self.rollout_support == "replay":
+            raise ValueError(
+                "`rollout_support='replay'` would take the tokens that were kept from vLLM's `return_sampling_mask`, which "
+                "this version does not read: set `rollout_support='recompute'`."
+            )
+        one_of("rollout_support", self.rollout_support, SUPPORTS)
         one_of("kl_estimator", self.kl_estimator, REFERENCE_ESTIMATORS)
         one_of("kl_bias_correction_ratio", self.kl_bias_correction_ratio, KL_RATIOS)
         if self.kl_bias_correction_ratio == "sampling" and not self.use_bias_correction_kl:
@@ -418,14 +453,14 @@ class ConsistentGRPOConfig(GRPOConfig):
     def _check_sampling(self) -> None:
         """Speaks up about sampling settings that the trainer's log-probs do not follow."""
         overrides = self.generation_kwargs or {}
-        temperature = overrides.get("temperature", self.temperature)
+        temperature = setting(self, "temperature")
         if temperature != self.temperature:
             message = (
                 f"`generation_kwargs={{'temperature': {temperature}}}` changes what the engine samples from, but the "
                 f"trainer computes its log-probs at `temperature={self.temperature}`, so every ratio is off. Set "
                 f"`temperature={temperature}` instead."
             )
-            if self.correction is not None:
+            if self.correction is not None or self.rollout_support != "off":
                 raise ValueError(message)
             logger.warning(message)
         if "logprobs" in overrides and overrides["logprobs"] is None and self.vllm_importance_sampling_correction:
@@ -434,10 +469,15 @@ class ConsistentGRPOConfig(GRPOConfig):
                 "them. Remove it, or set `vllm_importance_sampling_correction=False`."
             )
         for name, neutral in _RESHAPING.items():
-            value = overrides.get(name, getattr(self, name, None))
-            if value not in neutral:
+            value = setting(self, name)
+            if value not in neutral and not (name in _FOLLOWED and self.rollout_support == "recompute"):
+                advice = (
+                    "`rollout_support='recompute'` makes them follow"
+                    if name in _FOLLOWED
+                    else "Prefer leaving it out; watch `mismatch/ratio/mean`"
+                )
                 logger.warning(
                     f"`{name}={value}` changes the distribution that the engine samples from and reports log-probs of; "
                     "the trainer computes its own without it, so the mismatch ratio is biased (after truncation its "
-                    "mean is the probability mass that was kept). Prefer leaving it out; watch `mismatch/ratio/mean`."
+                    f"mean is the probability mass that was kept). {advice}."
                 )

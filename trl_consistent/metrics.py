@@ -173,6 +173,14 @@ METRICS: dict[str, Metric] = {
             (None, 0.0),
             "a sampled token cannot be impossible",
         ),
+        Metric(
+            "mismatch/outside_support_fraction",
+            "share",
+            "tokens that the trainer's own top-p, top-k or min-p would have dropped; they are kept all the same",
+            "over tokens in the mask",
+            (None, 0.02),
+            _OURS,
+        ),
         *(
             Metric(
                 f"correction/{verb}_fraction/{side}",
@@ -474,6 +482,13 @@ def reference_metrics(
     return stats
 
 
+def support_metrics(outside: Bool[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> dict[str, Stat]:
+    """Statistics of the tokens that the trainer's own support lacks, see [`RestrictedHead`]; no host sync."""
+    check_shapes(outside=outside, mask=mask)
+    inside = mask.bool()
+    return {"support_tokens": _scalar(inside.sum()), "outside_support": _scalar((outside & inside).sum())}
+
+
 def counted_as_batch(stats: dict[str, Stat]) -> dict[str, Stat]:
     """The statistics of one whole rollout batch (all ranks, all micro-batches), with whether all of it was rejected."""
     if "kept" not in stats:
@@ -575,6 +590,8 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
             out["kl/k2_over_k3"] = k2 / k3
         if "reference_used" in v:
             out["kl"] = v["reference_used"] / n
+    if v.get("support_tokens"):
+        out["mismatch/outside_support_fraction"] = v["outside_support"] / v["support_tokens"]
     if v.get("region_tokens"):
         out["correction/trust_region_fraction"] = v["region_stopped"] / v["region_tokens"]
     return out

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation import GenerationMode
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
@@ -28,7 +29,7 @@ from .calibration import (
     noise_statistics,
 )
 from .callbacks import MismatchLRCallback, ReferenceResetCallback
-from .config import correction_of, option
+from .config import correction_of, option, sampling_of
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
 from .loss import (
@@ -47,11 +48,13 @@ from .metrics import (
     merge,
     mismatch_metrics,
     reference_metrics,
+    support_metrics,
     trust_region_metrics,
 )
 from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
 from .rollout.hf import captured
 from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
+from .support import RestrictedHead, Sampling
 
 
 logger = logging.getLogger(__name__)
@@ -117,6 +120,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _own_kl = False
     _needs_engine = False
     _captures = False
+    _sampling: Sampling | None = None
+    _outside_support: Tensor | None = None
     _decision: contextlib.ExitStack | None = None
     _reference_reset: ReferenceResetCallback | None = None
     _noise_batches = 0
@@ -152,6 +157,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         decoding = None if self.use_vllm or self.rollout_func else self.generation_config.get_generation_mode()
         self._captures = decoding == GenerationMode.SAMPLE
         self._old_logprobs = self._source_of_old_logprobs()
+        if option(self.args, "rollout_support") == "recompute":
+            self._sampling = self._sampling_to_follow()
         estimator, ratio = (option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
         self._own_kl = self.beta != 0.0 and (estimator != "k3" or ratio != "old")
         relies = (
@@ -215,6 +222,19 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             )
         return "recompute"
 
+    def _sampling_to_follow(self) -> Sampling | None:
+        """What the trainer's log-probs are to follow; `None` where the engine samples from the model's distribution."""
+        own = not self.use_vllm and self.rollout_func is None
+        sampling = sampling_of(self.args, "transformers" if own else "vllm")
+        if sampling.counts_outputs and self.tools:
+            raise ValueError(
+                "`presence_penalty` and `frequency_penalty` count the tokens of one turn, which `rollout_support` cannot "
+                "tell apart: leave them out where tools take turns with the model."
+            )
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("`rollout_support='recompute'` does not work with DeepSpeed ZeRO-3 yet: leave it unset.")
+        return sampling if sampling.reshapes else None
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         if self._captures:
             with captured(self.use_transformers_continuous_batching) as engine:
@@ -242,6 +262,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if reset is not None and reset.is_due and self.model.training:  # not amid a rollout batch, whose KL is to one
             self._reset_reference()
             reset.is_due = False
+        self._outside_support = None
         decides = self._old_logprobs != "recompute" or (self._correction is not None and not self.use_vllm)
         if decides:
             with (
@@ -260,10 +281,11 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 "'logprobs', or leave these unset."
             )
         if sampling is None or old is None:
+            self._outside_support = None  # the reference's
             return output  # nothing to compare, or compared between the training forward and the loss
         mask = self._loss_mask(output)
         if self._correction is None:
-            self._record(mismatch_metrics(old, sampling, mask))
+            self._record(self._mismatch(old, sampling, mask))
             self._hide_captured(output)
             return output
         result, stats = self._measure(old, sampling, mask)
@@ -289,14 +311,27 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         return output
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple:
         batch, self._in_loss = self._in_loss, None
         if batch is not None:  # its completion_mask is the loss mask, what the model attends to is another
             attention_mask = torch.cat([attention_mask[:, :-logits_to_keep], batch.pop("attended")], dim=1)
-        output = super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-        )
+        arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, *args)
+        if self._sampling is None:
+            output = super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
+        else:
+            head = RestrictedHead(self._sampling, input_ids, attention_mask, logits_to_keep, batch_size)
+            with _compat.fused_head_replaced(head):
+                output = super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
+            if self._outside_support is None:  # that of the policy, whose turn is before the reference's
+                self._outside_support = head.outside
         self._aux_loss = output[2]
         if batch is not None:
             self._between_forward_and_loss(batch, output[0])
@@ -362,11 +397,17 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         result = correct(d, mask, correction, sampling=sampling, bounds=bounds)
         stats = correction_metrics(mask, result, correction.action)
         if mismatch:
-            stats |= mismatch_metrics(old, sampling, mask)
+            stats |= self._mismatch(old, sampling, mask)
         if mismatch and (bounds or self._explains_default):
             stats |= noise_statistics(d, mask)
             self._lengths = level_lengths(d, mask, "sequence")
         return result, stats
+
+    def _mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> dict[str, Stat]:
+        """Statistics of the gap between trainer and engine, in log-probs and in what they keep."""
+        outside, self._outside_support = self._outside_support, None
+        stats = mismatch_metrics(old, sampling, mask)
+        return stats if outside is None else stats | support_metrics(outside, mask)
 
     def _between_forward_and_loss(self, batch: dict[str, Any], per_token_logps: Tensor) -> None:
         """Measures a micro-batch, puts weights and masks into `batch`, and records after the last one of a rollout batch."""
@@ -401,7 +442,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             use = self._step % (self.args.steps_per_generation * self.num_iterations)
             fresh = not self.model.training or use < self.args.gradient_accumulation_steps
             if correction is None:
-                stats = mismatch_metrics(logps, sampling, mask) if fresh else {}
+                stats = self._mismatch(logps, sampling, mask) if fresh else {}
                 self._hide_captured(batch)
             else:
                 result, stats = self._measure(logps, sampling, mask, mismatch=fresh)
