@@ -710,8 +710,10 @@ def test_a_rollout_without_log_probs_is_refused_where_they_are_needed(tiny_model
 def test_a_server_with_raw_log_probs_is_refused_where_we_rely_on_them(
     tiny_model, tmp_path, monkeypatch, caplog, options, refused
 ):
-    client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "raw_logprobs"}})
+    info = {"model_config": {"logprobs_mode": "raw_logprobs"}}
+    client = SimpleNamespace(get_server_info=lambda: info)  # TRL asks it
     monkeypatch.setattr(SyntheticGeneration, "vllm_client", client, raising=False)
+    monkeypatch.setattr(SyntheticGeneration, "server_info", info, raising=False)
     with synthetic_engine(), caplog.at_level(logging.WARNING):
         if refused:
             with pytest.raises(ValueError, match="logprobs_mode='raw_logprobs'"):

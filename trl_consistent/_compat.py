@@ -7,7 +7,9 @@ a range by running it. Nothing is patched at import.
 
 import contextlib
 import copy
+import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,6 +149,22 @@ def fused_head_replaced(head: Any) -> contextlib.AbstractContextManager[None]:
     return substituted(importlib.import_module("trl.trainer.utils"), _ChunkedLogProbFunction=head)
 
 
+def client_class_replaced(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """`VLLMGeneration._init_vllm` builds the client of a server from this module-level name."""
+    return substituted(importlib.import_module("trl.generation.vllm_generation"), VLLMClient=replacement)
+
+
+def save_checkpoint(trainer: Any) -> str | None:
+    """Saves a checkpoint now, as transformers does between steps, and returns where; `None` if this step has one."""
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    path = os.path.join(trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    if os.path.isdir(path):
+        return None
+    trainer._save_checkpoint(trainer.model, trial=None)
+    return path
+
+
 def vllm_is_available() -> bool:
     """Whether TRL sees a vLLM (of any build) in this environment."""
     from trl.import_utils import is_vllm_available
@@ -183,13 +201,38 @@ def engine_model(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
-def repack_cpu_experts(llm: Any) -> int:
-    """Packs the MoE experts of a CPU engine again after plain weights were loaded into them; returns how many layers.
+def register_weight_transfer(backend: str, module: str, name: str) -> None:
+    """In a process of vLLM: makes the class `name` of `module` known as a weight-transfer backend.
+
+    The one patch that stays, because vLLM asks for the backend only after the model was loaded: where the server is given
+    that backend, the model loads with [`plain_cpu_weights`]. All other models load as ever.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    try:
+        WeightTransferEngineFactory.register_engine(backend, module, name)
+    except ValueError:
+        return  # vLLM may load its plugins more than once
+    load = BaseModelLoader.load_model
+
+    @functools.wraps(load)
+    def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        transfer = vllm_config.weight_transfer_config
+        ours = transfer is not None and transfer.backend == backend and vllm_runs_on_cpu()
+        with plain_cpu_weights() if ours else contextlib.nullcontext():
+            return load(self, vllm_config, *args, **kwargs)
+
+    BaseModelLoader.load_model = load_model
+
+
+def repack_cpu_experts(model: Any) -> int:
+    """Packs the MoE experts of a CPU engine's `model` again after plain weights were loaded into them; returns how many layers.
 
     Without it the kernels read plain data as packed data: finite, silent garbage.
     """
     repacked = 0
-    for module in engine_model(llm).modules():
+    for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)

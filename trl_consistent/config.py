@@ -204,7 +204,7 @@ class ConsistentGRPOConfig(GRPOConfig):
             TRL passes no dtype: a float32 model is rolled out in bfloat16 unless this says otherwise. On CPU
             `enforce_eager` defaults to `True` (compiling takes minutes there).
         rollout_verify_sync (`str`, *optional*, defaults to `"every"`):
-            When to compare trainer and colocated engine on a short fixed prompt after a weight sync: `"off"`,
+            When to compare trainer and engine on a short fixed prompt after a weight sync: `"off"`,
             `"first"` or `"every"`. Weights that did not arrive, or arrived as garbage, raise.
         rollout_support (`str`, *optional*, defaults to `"off"`):
             `"recompute"` lets the trainer's log-probs (current, old and those of the reference) and entropies follow
@@ -302,7 +302,7 @@ class ConsistentGRPOConfig(GRPOConfig):
     rollout_verify_sync: str = field(
         default="every",
         metadata={
-            "help": "When to compare trainer and colocated engine on a short fixed prompt after a weight sync: 'off', "
+            "help": "When to compare trainer and engine on a short fixed prompt after a weight sync: 'off', "
             "'first' or 'every'. Weights that did not arrive, or arrived as garbage, raise."
         },
     )

@@ -53,6 +53,7 @@ from .metrics import (
 )
 from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
 from .rollout.hf import captured
+from .rollout.server import ServerDownError
 from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
 from .support import RestrictedHead, Sampling
 
@@ -182,10 +183,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self._reference_reset = ReferenceResetCallback(steps)
             self.add_callback(self._reference_reset)
         self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
-        if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
+        if self.use_vllm and self.vllm_mode == "server":
             if relies or not self.vllm_importance_sampling_correction:  # else TRL warns
-                info = self.vllm_generation.vllm_client.get_server_info()
-                check_server(info, correcting=relies)
+                check_server(self.vllm_generation.server_info, correcting=relies)
         if not known_to_trl:  # TRL computes (and logs as sampling/*) the raw token ratio, we replace it
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
@@ -363,7 +363,14 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # What an interrupted run may have left.
         self._micro_batches, self._late_losses, self._late_scale, self._in_loss = (), (), None, None
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        except ServerDownError as error:
+            # Between two steps, and on all ranks: the work since the last checkpoint need not be lost.
+            if self.args.save_strategy != "no" and (path := _compat.save_checkpoint(self)) is not None:
+                error.add_note(f"Step {self.state.global_step} is saved in {path}.")
+            error.add_note("Once the server is there, go on with `trainer.train(resume_from_checkpoint=True)`.")
+            raise
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)

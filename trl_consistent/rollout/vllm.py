@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .. import _compat
+from .server import SocketVLLMClient, errors_on_all_ranks, persistently
 
 
 logger = logging.getLogger(__name__)
@@ -169,8 +171,8 @@ def check_server(info: dict[str, Any], correcting: bool) -> None:
     if mode != "processed_logprobs":
         message = (
             f"The vLLM server runs with `logprobs_mode={mode!r}` (before temperature and penalties), not with the "
-            "log-probs of the distribution it samples from, so every mismatch ratio is off. Restart it with `vllm "
-            "serve <model> --logprobs-mode processed_logprobs`."
+            "log-probs of the distribution it samples from, so every mismatch ratio is off. Restart it with "
+            "`--logprobs-mode processed_logprobs`."
         )
         if correcting:
             raise ValueError(message)
@@ -195,8 +197,10 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
-        self._on_cpu = self.mode == "colocate" and _compat.vllm_is_available() and _compat.vllm_runs_on_cpu()
-        if self.mode != "colocate" or not _compat.vllm_is_available():
+        if self.mode == "server":
+            return self._init_server()
+        self._on_cpu = _compat.vllm_is_available() and _compat.vllm_runs_on_cpu()
+        if not _compat.vllm_is_available():
             return super()._init_vllm()
         extra = {"enforce_eager": True, **self.engine_kwargs} if self._on_cpu else self.engine_kwargs
 
@@ -216,25 +220,49 @@ class ConsistentVLLMGeneration(VLLMGeneration):
                 f"through `trl-consistent run`, or set {variables} before Python starts."
             )
 
+    def _init_server(self) -> None:
+        """TRL's connection to a server, or ours where NCCL has no device; an error of rank 0 reaches all ranks."""
+        replaced: Any = contextlib.nullcontext()
+        if self.accelerator.device.type != "cuda":
+            replaced = _compat.client_class_replaced(functools.partial(SocketVLLMClient, model=self.model))
+        self.server_info: dict[str, Any] = {}
+        with errors_on_all_ranks(), replaced:
+            super()._init_vllm()
+            if self.accelerator.is_main_process:
+                self.server_info = self.vllm_client.get_server_info()
+        [self.server_info] = broadcast_object_list([self.server_info])
+
     def sync_weights(self) -> None:
         """TRL's sync, then what a CPU engine needs on top, then the check."""
+        if self.mode == "server":
+            return persistently(self._sync_server)
         super().sync_weights()
         if self._on_cpu:
-            _compat.repack_cpu_experts(self.llm)
+            _compat.repack_cpu_experts(_compat.engine_model(self.llm))
+        self._verify_sync()
+
+    def _sync_server(self) -> None:
+        with errors_on_all_ranks():
+            super().sync_weights()
+            if self.accelerator.is_main_process:
+                self._verify_sync()
+
+    def _verify_sync(self) -> None:
         if self._syncs_to_verify > 0 and not self._can_probe():
             self._syncs_to_verify = 0
             logger.info("Weight syncs are not verified: not supported with this engine mode, sharding or model.")
         if self._syncs_to_verify > 0:
             self._syncs_to_verify -= 1
             if self._sync_check is None:
-                dtypes = {self.llm.llm_engine.model_config.dtype, next(self.model.parameters()).dtype}
-                float32 = dtypes == {torch.float32} and self.accelerator.mixed_precision == "no"
+                dtypes = {str(self._engine_config("dtype")), str(next(self.model.parameters()).dtype)}
+                float32 = dtypes == {"torch.float32"} and self.accelerator.mixed_precision == "no"
                 self._sync_check = SyncCheck(float32)
             self._sync_check(*self.probe())
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's generate, with the sampled token's log-prob first at every position."""
-        prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
+        generate = functools.partial(super().generate, *args, **kwargs)
+        prompt_ids, completion_ids, logprobs, token_ids = persistently(generate, again=self.sync_weights)
         if logprobs is not None and token_ids is not None and "logprobs" in self.generation_kwargs:
             logprobs = sampled_token_first(completion_ids, logprobs, token_ids)
         return prompt_ids, completion_ids, logprobs, token_ids
@@ -244,22 +272,27 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         `generate` right after the sync can hang, trl#3671), sharded trainer weights (FSDP, DeepSpeed) or a vision
         model."""
         return (
-            self.mode == "colocate"
-            and self.tensor_parallel_size == 1
-            and not self.enable_sleep_mode
+            (self.mode == "server" or (self.tensor_parallel_size == 1 and not self.enable_sleep_mode))
             and isinstance(self.processing_class, PreTrainedTokenizerBase)
             and self.accelerator.distributed_type.value in ("NO", "MULTI_CPU", "MULTI_GPU")
         )
 
     def probe(self) -> tuple[Tensor, Tensor]:
         """Log-probs of a fixed prompt's tokens at temperature 1: the trainer's and the engine's, both `(n,)` on CPU."""
-        config = self.llm.llm_engine.model_config
-        length = min(PROBE_LENGTH, config.max_model_len - 1)
-        vocabulary = config.get_vocab_size()
+        length = min(PROBE_LENGTH, self._engine_config("max_model_len") - 1)
+        vocabulary = self.model.config.get_text_config().vocab_size
         ids = [(index + 1) * vocabulary // (length + 1) for index in range(length)]  # spread over the vocabulary
         return self._trainer_logps(ids), self._engine_logps(ids)
 
+    def _engine_config(self, name: str) -> Any:
+        if self.mode == "server":
+            return self.server_info["model_config"][name]
+        return getattr(self.llm.llm_engine.model_config, name)
+
     def _engine_logps(self, ids: list[int]) -> Tensor:
+        if self.mode == "server":
+            scored = self.vllm_client.get_sequence_logprobs([ids], prompt_lengths=[1], top_logprobs=0)
+            return torch.tensor(scored["actual_logprobs"][0])[:, 0]
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
