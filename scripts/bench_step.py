@@ -62,7 +62,9 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
     @contextlib.contextmanager
     def engine(*_):
         if generation is None:
-            with consistent_generation({"dtype": "float32"}, "off"):
+            with consistent_generation(
+                ConsistentGRPOConfig(output, rollout_precision="fp32", rollout_verify_sync="off")
+            ):
                 yield
         else:
             with _compat.generation_class_replaced(generation):

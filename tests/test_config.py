@@ -7,13 +7,13 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from trl_consistent import ConsistentGRPOConfig
-from trl_consistent.config import MODES, correction_of, sampling_of
+from trl_consistent.config import MODES, correction_of, sampling_of, unfollowed_sampling
 from trl_consistent.corrections import PRESETS, Correction, Rejection, TrustRegion
 from trl_consistent.support import Sampling
 
 
 def config(tmp_path, **kwargs):
-    return ConsistentGRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **kwargs)
+    return ConsistentGRPOConfig(str(tmp_path), **{"report_to": "none", "use_cpu": True, "bf16": False, **kwargs})
 
 
 def parsed(tmp_path, *arguments):
@@ -35,6 +35,10 @@ OUR_FIELDS = {
     "kl_bias_correction_ratio": "old",
     "ref_reset_steps": None,
     "rollout_engine_kwargs": None,
+    "rollout_precision": "engine",
+    "rollout_fp32_lm_head": False,
+    "rollout_deterministic": False,
+    "rollout_audit": "warn",
     "rollout_verify_sync": "every",
     "rollout_support": "off",
 }
@@ -173,14 +177,13 @@ def test_vespo_with_a_sequence_mode_is_refused(tmp_path, kwargs):
     config(tmp_path, use_vllm=True, loss_type="vespo", correction="icepop")
 
 
-def test_temperature_behind_the_trainer_s_back(tmp_path, caplog):
+def test_temperature_behind_the_trainer_s_back(tmp_path):
     with pytest.raises(
         ValueError, match="generation_kwargs.*'temperature': 0.1.*`temperature=1.0`.*Set `temperature=0.1`"
     ):
         config(tmp_path, use_vllm=True, correction="tis", generation_kwargs={"temperature": 0.1})
-    with caplog.at_level(logging.WARNING):
-        config(tmp_path, use_vllm=True, generation_kwargs={"temperature": 0.1})
-    assert "every ratio is off" in caplog.text
+    unset = config(tmp_path, use_vllm=True, generation_kwargs={"temperature": 0.1})
+    assert unfollowed_sampling(unset) == {"temperature": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -196,17 +199,14 @@ def test_temperature_behind_the_trainer_s_back(tmp_path, caplog):
     ],
     ids=str,
 )
-def test_reshaped_sampling_warns(tmp_path, caplog, kwargs):
-    with caplog.at_level(logging.WARNING):
-        config(tmp_path, use_vllm=True, **kwargs)
-    name = next(iter(kwargs.get("generation_kwargs", kwargs)))
-    assert f"`{name}=" in caplog.text and "biased" in caplog.text
+def test_reshaped_sampling_is_known(tmp_path, kwargs):
+    asked = kwargs.get("generation_kwargs", kwargs)
+    assert unfollowed_sampling(config(tmp_path, use_vllm=True, **kwargs)) == asked
 
 
-def test_neutral_sampling_does_not_warn(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        config(tmp_path, use_vllm=True, generation_kwargs={"temperature": 1.0, "top_k": -1, "seed": 3})
-    assert not caplog.records
+def test_neutral_sampling_reshapes_nothing(tmp_path):
+    neutral = config(tmp_path, use_vllm=True, generation_kwargs={"temperature": 1.0, "top_k": -1, "seed": 3})
+    assert unfollowed_sampling(neutral) == {}
 
 
 def test_no_log_probs_at_all_is_refused(tmp_path):
@@ -349,18 +349,14 @@ def test_support_takes_what_it_follows_from_where_the_engine_takes_it(tmp_path):
     assert sampling_of(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), "vllm") == Sampling()
 
 
-def test_what_support_follows_is_not_warned_about_and_the_rest_is(tmp_path, caplog):
+def test_what_support_follows_is_followed_and_the_rest_is_not(tmp_path):
     reshaped = {
         "use_vllm": True,
         "top_p": 0.9,
         "generation_kwargs": {"frequency_penalty": 0.1, "logit_bias": {3: 1.0}},
     }
-    with caplog.at_level(logging.WARNING):
-        config(tmp_path, **reshaped, rollout_support="recompute")
-    assert "logit_bias" in caplog.text and "top_p" not in caplog.text and "frequency" not in caplog.text
-    with caplog.at_level(logging.WARNING):
-        config(tmp_path, **reshaped)
-    assert caplog.text.count("`rollout_support='recompute'`") == 2
+    assert unfollowed_sampling(config(tmp_path, **reshaped, rollout_support="recompute")) == {"logit_bias": {3: 1.0}}
+    assert unfollowed_sampling(config(tmp_path, **reshaped)).keys() == {"top_p", "frequency_penalty", "logit_bias"}
 
 
 @pytest.mark.parametrize(

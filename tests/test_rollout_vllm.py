@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the vLLM backend that need no engine."""
 
-import logging
 import math
 
 import pytest
@@ -12,7 +11,7 @@ from trl_consistent.rollout.vllm import (
     SyncCheck,
     WeightSyncError,
     check_completions,
-    check_server,
+    check_logprobs_mode,
     sampled_token_first,
 )
 
@@ -47,14 +46,11 @@ def test_completions_and_log_probs_must_fit():
         check_completions([[]], [[]])
 
 
-def test_a_server_with_raw_log_probs_is_refused_or_warned_about(caplog):
-    check_server({"model_config": {"logprobs_mode": "processed_logprobs"}}, correcting=True)
-    raw = {"model_config": {"logprobs_mode": "raw_logprobs"}}
+def test_raw_log_probs_are_refused():
+    check_logprobs_mode("processed_logprobs")
+    check_logprobs_mode(None)
     with pytest.raises(ValueError, match="logprobs_mode='raw_logprobs'.*--logprobs-mode processed_logprobs"):
-        check_server(raw, correcting=True)
-    with caplog.at_level(logging.WARNING):
-        check_server(raw, correcting=False)
-    assert "every mismatch ratio is off" in caplog.text
+        check_logprobs_mode("raw_logprobs")
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.04], ids=["fp32", "bf16"])

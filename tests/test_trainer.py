@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from trl_consistent import PRESETS, Correction, _compat, correct, mismatch_log_ratio
 from trl_consistent.calibration import noise_statistics
 from trl_consistent.config import MODES
+from trl_consistent.rollout.audit import EngineSettings
 
 from .tiny import SyntheticGeneration, dataset
 from .training import LOSS_TYPES, ConsistentGRPOTrainer, assert_same_training, build, noise, synthetic_engine, train
@@ -713,11 +714,12 @@ def test_a_server_with_raw_log_probs_is_refused_where_we_rely_on_them(
     info = {"model_config": {"logprobs_mode": "raw_logprobs"}}
     client = SimpleNamespace(get_server_info=lambda: info)  # TRL asks it
     monkeypatch.setattr(SyntheticGeneration, "vllm_client", client, raising=False)
-    monkeypatch.setattr(SyntheticGeneration, "server_info", info, raising=False)
+    settings = EngineSettings(logprobs_mode="raw_logprobs")
+    monkeypatch.setattr(SyntheticGeneration, "settings", settings, raising=False)
     with synthetic_engine(), caplog.at_level(logging.WARNING):
         if refused:
             with pytest.raises(ValueError, match="logprobs_mode='raw_logprobs'"):
                 build(ConsistentGRPOTrainer, tiny_model, tmp_path, vllm_mode="server", **options)
         else:
             build(ConsistentGRPOTrainer, tiny_model, tmp_path, vllm_mode="server", **options)
-            assert "every mismatch ratio is off" in caplog.text
+            assert "raw-logprobs" in caplog.text

@@ -40,7 +40,7 @@ def synthetic_engine(plant=None):
     engine = type("Planted", (SyntheticGeneration,), {"plant": staticmethod(plant or SyntheticGeneration.plant)})
 
     @contextlib.contextmanager
-    def ours(engine_kwargs, verify_sync):
+    def ours(config):
         with _compat.generation_class_replaced(engine):
             yield
 
@@ -67,6 +67,8 @@ def build(cls, model, tmp_path, lora=False, callbacks=(), rollout_func=None, row
         "disable_tqdm": True,
         "activation_checkpointing": False,
     }
+    rest = {"peft_config": LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear")} if lora else {}
+    rest |= inputs or {}
     args = options.pop("args", None) or config(**{**defaults, **options})
     return cls(
         model=model,
@@ -74,9 +76,8 @@ def build(cls, model, tmp_path, lora=False, callbacks=(), rollout_func=None, row
         args=args,
         train_dataset=dataset() if rows is None else Dataset.from_list(rows),
         callbacks=list(callbacks),
-        peft_config=LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear") if lora else None,
         rollout_func=rollout_func,
-        **inputs or {},
+        **rest,
     )
 
 

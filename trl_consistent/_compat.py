@@ -63,6 +63,25 @@ def dropout_in(model: Any) -> str | None:
     return None
 
 
+def text_tokenizer(trainer: Any) -> Any:
+    """The tokenizer of `trainer`, also where its processing class is that of a vision model."""
+    return trainer._tokenizer
+
+
+def first_prompt(trainer: Any) -> Any:
+    """The first prompt of the training data; `None` where looking at it would consume it."""
+    dataset = trainer.train_dataset
+    return dataset[0]["prompt"] if hasattr(dataset, "__getitem__") and len(dataset) else None
+
+
+def first_prompt_ids(trainer: Any) -> list[int]:
+    """The ids that TRL makes of the first prompt; empty where it cannot be looked at."""
+    prompt = first_prompt(trainer)
+    if prompt is None or trainer.environment_factories is not None:
+        return []
+    return list(trainer._tokenize_prompts([copy.deepcopy(prompt)])[0][0])
+
+
 def group_advantages(rewards: Any, num_generations: int, scale_rewards: str) -> Any:
     """What TRL makes of the summed rewards of groups of completions: NaN is out of the baseline and gets 0.
 

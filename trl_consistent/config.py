@@ -26,6 +26,8 @@ REJECT_BASELINES = ("keep", "exclude")
 BOUNDS = ("fixed", "calibrated")
 KL_RATIOS = ("old", "sampling")
 SUPPORTS = ("off", "recompute")
+PRECISIONS = ("engine", "match", "fp16", "bf16", "fp32")
+AUDITS = ("off", "warn", "strict")
 
 _ENGINE_KEYS_OF_TRL = {
     "model": "the trainer rolls out the model it trains",
@@ -55,7 +57,7 @@ _RESHAPING: dict[str, tuple[Any, ...]] = {
     "vllm_structured_outputs_regex": (None,),
 }
 # Those that `rollout_support='recompute'` makes them follow.
-_FOLLOWED = tuple(name for name in Sampling.__dataclass_fields__ if name in _RESHAPING)
+FOLLOWED = tuple(name for name in Sampling.__dataclass_fields__ if name in _RESHAPING)
 
 
 def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -76,10 +78,19 @@ def setting(args: Any, name: str) -> Any:
 
 def sampling_of(args: Any, engine: str) -> Sampling:
     """The settings, beyond the temperature, by which `engine` (a key of `ORDERS`) reshapes the model's distribution."""
-    asked = {name: setting(args, name) for name in _FOLLOWED}
+    asked = {name: setting(args, name) for name in FOLLOWED}
     return Sampling(
         **{name: value for name, value in asked.items() if value not in _RESHAPING[name]}, order=ORDERS[engine]
     )
+
+
+def unfollowed_sampling(args: Any) -> dict[str, Any]:
+    """Settings that reshape what the engine samples from, and that the trainer's log-probs do not follow."""
+    asked = {name: setting(args, name) for name in _RESHAPING}
+    followed = FOLLOWED if option(args, "rollout_support") == "recompute" else ()
+    changes = {n: v for n, v in asked.items() if v not in _RESHAPING[n] and n not in followed}
+    temperature = setting(args, "temperature")
+    return changes if temperature == args.temperature else {"temperature": temperature} | changes
 
 
 def correction_of(args: Any) -> Correction | None:
@@ -203,6 +214,18 @@ class ConsistentGRPOConfig(GRPOConfig):
             Further arguments of `vllm.LLM` in colocate mode, for example `{"dtype": "float32", "enforce_eager": true}`.
             TRL passes no dtype: a float32 model is rolled out in bfloat16 unless this says otherwise. On CPU
             `enforce_eager` defaults to `True` (compiling takes minutes there).
+        rollout_precision (`str`, *optional*, defaults to `"engine"`):
+            `"match"` gives the engine the dtype the trainer computes in (mixed precision counts); `"fp16"` (with loss
+            scaling), `"bf16"` and `"fp32"` set both sides, `fp16` and `bf16` included. `"engine"` leaves both alone. Without
+            vLLM, `generate` then runs under the trainer's mixed precision, which adapters otherwise escape.
+        rollout_fp32_lm_head (`bool`, *optional*, defaults to `False`):
+            Compute the logits in float32 in trainer and engine (MiniMax-M1). Sets `cast_lm_head_to_fp32`.
+        rollout_deterministic (`bool`, *optional*, defaults to `False`):
+            Batch-invariant kernels in vLLM and deterministic ones in the trainer (`full_determinism`): what is computed for
+            a completion no longer depends on its neighbors. Needs an NVIDIA GPU of compute capability 8.0 or above.
+        rollout_audit (`str`, *optional*, defaults to `"warn"`):
+            At the start, list what in the settings makes trainer and engine disagree, what it costs, and what removes it:
+            `"warn"` prints it, `"strict"` refuses to train with it, `"off"` does not look.
         rollout_verify_sync (`str`, *optional*, defaults to `"every"`):
             When to compare trainer and engine on a short fixed prompt after a weight sync: `"off"`,
             `"first"` or `"every"`. Weights that did not arrive, or arrived as garbage, raise.
@@ -299,6 +322,30 @@ class ConsistentGRPOConfig(GRPOConfig):
             '\'{"dtype": "float32", "enforce_eager": true}\'.'
         },
     )
+    rollout_precision: str = field(
+        default="engine",
+        metadata={
+            "help": "'match' gives the engine the dtype the trainer computes in; 'fp16', 'bf16' and 'fp32' set both sides; "
+            "'engine' leaves both alone."
+        },
+    )
+    rollout_fp32_lm_head: bool = field(
+        default=False, metadata={"help": "Compute the logits in float32 in trainer and engine."}
+    )
+    rollout_deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "Batch-invariant kernels in vLLM and deterministic ones in the trainer. Needs an NVIDIA GPU of compute "
+            "capability 8.0 or above."
+        },
+    )
+    rollout_audit: str = field(
+        default="warn",
+        metadata={
+            "help": "At the start, list what in the settings makes trainer and engine disagree: 'warn' prints it, 'strict' "
+            "refuses to train with it, 'off' does not look."
+        },
+    )
     rollout_verify_sync: str = field(
         default="every",
         metadata={
@@ -320,6 +367,9 @@ class ConsistentGRPOConfig(GRPOConfig):
             self._apply_preset(PRESETS[self.correction])
         one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
         one_of("rollout_verify_sync", self.rollout_verify_sync, VERIFY_SYNC)
+        one_of("rollout_precision", self.rollout_precision, PRECISIONS)
+        one_of("rollout_audit", self.rollout_audit, AUDITS)
+        self._apply_precision()
         super().__post_init__()
         one_of("old_logprobs", self.old_logprobs, OLD_LOGPROBS)
         if self.rollout_support == "replay":
@@ -375,8 +425,29 @@ class ConsistentGRPOConfig(GRPOConfig):
                 f"`rollout_engine_kwargs={self.rollout_engine_kwargs}` is ignored: it needs `use_vllm=True` and "
                 "`vllm_mode='colocate'`. Give a server its arguments where you start it."
             )
-        if self.use_vllm:
-            self._check_sampling()
+        self._check_sampling()
+
+    def _apply_precision(self) -> None:
+        """Writes `rollout_precision` and `rollout_fp32_lm_head` into the fields they stand for."""
+        if self.rollout_precision in ("fp16", "bf16", "fp32"):
+            for name in ("fp16", "bf16"):
+                wanted, got = self.rollout_precision == name, getattr(self, name)
+                if got and not wanted:
+                    raise ValueError(
+                        f"`rollout_precision={self.rollout_precision!r}` sets both sides, which contradicts `{name}=True`. Set "
+                        "one of the two."
+                    )
+                setattr(self, name, wanted)
+        engine = self.rollout_engine_kwargs if isinstance(self.rollout_engine_kwargs, dict) else {}
+        if self.rollout_precision != "engine" and "dtype" in engine:
+            raise ValueError(
+                f"`rollout_precision={self.rollout_precision!r}` sets the engine's dtype, which contradicts "
+                f"`rollout_engine_kwargs={engine!r}`. Set one of the two."
+            )
+        if self.rollout_fp32_lm_head:
+            self.cast_lm_head_to_fp32 = True
+        if self.rollout_deterministic:
+            self.full_determinism = True
 
     def _check_loss(self, correction: Correction) -> None:
         """Refuses corrections that the loss cannot take."""
@@ -451,33 +522,17 @@ class ConsistentGRPOConfig(GRPOConfig):
             setattr(self, name, value)
 
     def _check_sampling(self) -> None:
-        """Speaks up about sampling settings that the trainer's log-probs do not follow."""
+        """Refuses sampling settings with which a ratio means nothing; the audit speaks of the rest."""
         overrides = self.generation_kwargs or {}
         temperature = setting(self, "temperature")
-        if temperature != self.temperature:
-            message = (
+        if temperature != self.temperature and (self.correction is not None or self.rollout_support != "off"):
+            raise ValueError(
                 f"`generation_kwargs={{'temperature': {temperature}}}` changes what the engine samples from, but the "
                 f"trainer computes its log-probs at `temperature={self.temperature}`, so every ratio is off. Set "
                 f"`temperature={temperature}` instead."
             )
-            if self.correction is not None or self.rollout_support != "off":
-                raise ValueError(message)
-            logger.warning(message)
         if "logprobs" in overrides and overrides["logprobs"] is None and self.vllm_importance_sampling_correction:
             raise ValueError(
                 "`generation_kwargs={'logprobs': None}` asks the engine for no log-probs, but the correction needs "
                 "them. Remove it, or set `vllm_importance_sampling_correction=False`."
             )
-        for name, neutral in _RESHAPING.items():
-            value = setting(self, name)
-            if value not in neutral and not (name in _FOLLOWED and self.rollout_support == "recompute"):
-                advice = (
-                    "`rollout_support='recompute'` makes them follow"
-                    if name in _FOLLOWED
-                    else "Prefer leaving it out; watch `mismatch/ratio/mean`"
-                )
-                logger.warning(
-                    f"`{name}={value}` changes the distribution that the engine samples from and reports log-probs of; "
-                    "the trainer computes its own without it, so the mismatch ratio is biased (after truncation its "
-                    f"mean is the probability mass that was kept). {advice}."
-                )

@@ -7,12 +7,14 @@ import functools
 import json
 import logging
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -52,9 +54,11 @@ from .metrics import (
     trust_region_metrics,
 )
 from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
+from .rollout.audit import EngineSettings, audit, report
 from .rollout.hf import captured
+from .rollout.precision import check_deterministic, check_precision, compute_dtype
 from .rollout.server import ServerDownError
-from .rollout.vllm import INSTALL, check_completions, check_server, consistent_generation
+from .rollout.vllm import INSTALL, check_completions, check_logprobs_mode, consistent_generation
 from .support import RestrictedHead, Sampling
 
 
@@ -142,7 +146,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     ):
         if args is not None and args.use_vllm and not _compat.vllm_is_available():
             raise ImportError(f"`use_vllm=True`, but vLLM is not installed: {INSTALL}.")
-        with consistent_generation(option(args, "rollout_engine_kwargs") or {}, option(args, "rollout_verify_sync")):
+        if args is not None and option(args, "rollout_deterministic"):
+            check_deterministic(args.device)
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"  # for good: kernels read it whenever they run
+        with consistent_generation(args):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = _checked(self.rollout_func)
@@ -183,12 +190,34 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self._reference_reset = ReferenceResetCallback(steps)
             self.add_callback(self._reference_reset)
         self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
-        if self.use_vllm and self.vllm_mode == "server":
-            if relies or not self.vllm_importance_sampling_correction:  # else TRL warns
-                check_server(self.vllm_generation.server_info, correcting=relies)
+        self._check_engine(relies)
         if not known_to_trl:  # TRL computes (and logs as sampling/*) the raw token ratio, we replace it
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
+
+    def _check_engine(self, relies: bool) -> None:
+        """Refuses an engine that is not what was asked for, and says what else makes it disagree with the trainer."""
+        engine, precision = self._engine_settings, option(self.args, "rollout_precision")
+        check_precision(precision, compute_dtype(self.model, self.accelerator.mixed_precision), engine.dtype)
+        if relies:
+            check_logprobs_mode(engine.logprobs_mode)
+        if (audited := option(self.args, "rollout_audit")) == "off":
+            return
+        findings = audit(self, engine)
+        if audited == "strict" or self.accelerator.is_main_process:
+            report(findings, strict=audited == "strict")
+
+    @property
+    def _engine_settings(self) -> EngineSettings:
+        if self.use_vllm:
+            return getattr(self.vllm_generation, "settings", EngineSettings())
+        if self.rollout_func is not None:
+            return EngineSettings()
+        # accelerate puts mixed precision around the forward of the model it was given, not of what adapters wrap
+        escapes = is_peft_model(self.model) and not self.use_transformers_continuous_batching
+        follows = not escapes or option(self.args, "rollout_precision") != "engine"
+        dtype = compute_dtype(self.model, self.accelerator.mixed_precision if follows else "no")
+        return EngineSettings(dtype=dtype, head_dtype=torch.float32 if self.args.cast_lm_head_to_fp32 else dtype)
 
     def _source_of_old_logprobs(self) -> str:
         """`recompute` (TRL's rule), `reuse` or `rollout`; speaks up, once, where `auto` would have liked to reuse."""
@@ -237,7 +266,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         if self._captures:
-            with captured(self.use_transformers_continuous_batching) as engine:
+            follows = option(self.args, "rollout_precision") != "engine"
+            mixed = self.accelerator.autocast() if follows else contextlib.nullcontext()
+            with mixed, captured(self.use_transformers_continuous_batching) as engine:
                 completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
             logprobs = engine.collect(completion_ids)
         else:

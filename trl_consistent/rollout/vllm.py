@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .. import _compat
+from ..config import option
+from .audit import EngineSettings
+from .precision import compute_dtype, engine_arguments, named_dtype
 from .server import SocketVLLMClient, errors_on_all_ranks, persistently
 
 
@@ -156,27 +159,21 @@ def check_completions(completion_ids: list[list[int]], logprobs: list[list[Any]]
             )
 
 
-def check_server(info: dict[str, Any], correcting: bool) -> None:
-    """Refuses a vLLM server whose log-probs are not those of the distribution it sampled from; warns if they are only
-    measured.
+def check_logprobs_mode(mode: str | None) -> None:
+    """Refuses an engine whose log-probs are not those of the distribution it sampled from.
 
     Args:
-        info (`dict`): What `VLLMClient.get_server_info` returned.
-        correcting (`bool`): Whether a correction is on.
+        mode (`str`, *optional*): vLLM's `logprobs_mode`.
 
     Raises:
-        `ValueError`: with the flag to start the server with.
+        `ValueError`: with the flag to start a server with.
     """
-    mode = info["model_config"]["logprobs_mode"]
-    if mode != "processed_logprobs":
-        message = (
+    if mode not in (None, "processed_logprobs"):
+        raise ValueError(
             f"The vLLM server runs with `logprobs_mode={mode!r}` (before temperature and penalties), not with the "
             "log-probs of the distribution it samples from, so every mismatch ratio is off. Restart it with "
             "`--logprobs-mode processed_logprobs`."
         )
-        if correcting:
-            raise ValueError(message)
-        logger.warning(message)
 
 
 class ConsistentVLLMGeneration(VLLMGeneration):
@@ -186,14 +183,13 @@ class ConsistentVLLMGeneration(VLLMGeneration):
     and is checked by a probe.
 
     Args:
-        engine_kwargs (`dict[str, Any]`): Further arguments of `vllm.LLM`.
-        verify_sync (`str`): `"off"`, `"first"` or `"every"`.
+        config ([`ConsistentGRPOConfig`], `GRPOConfig` or `None`): Where the `rollout_*` options are.
     """
 
-    def __init__(self, *args: Any, engine_kwargs: dict[str, Any], verify_sync: str, **kwargs: Any):
-        self.engine_kwargs = engine_kwargs
+    def __init__(self, *args: Any, config: Any, **kwargs: Any):
+        self.config = config
         self._sync_check: SyncCheck | None = None
-        self._syncs_to_verify = {"off": 0.0, "first": 1.0, "every": math.inf}[verify_sync]
+        self._syncs_to_verify = {"off": 0.0, "first": 1.0, "every": math.inf}[option(config, "rollout_verify_sync")]
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -202,7 +198,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         self._on_cpu = _compat.vllm_is_available() and _compat.vllm_runs_on_cpu()
         if not _compat.vllm_is_available():
             return super()._init_vllm()
-        extra = {"enforce_eager": True, **self.engine_kwargs} if self._on_cpu else self.engine_kwargs
+        extra = self._engine_arguments()
 
         def wrap(engine: Callable[..., Any]) -> Callable[..., Any]:
             return lambda **kwargs: engine(**{**kwargs, **extra})
@@ -219,6 +215,40 @@ class ConsistentVLLMGeneration(VLLMGeneration):
                 f"vLLM took torch from {threads} threads to {torch.get_num_threads()}: training will be slow. Start "
                 f"through `trl-consistent run`, or set {variables} before Python starts."
             )
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        """What `vllm.LLM` gets beyond what TRL gives it."""
+        given = option(self.config, "rollout_engine_kwargs") or {}
+        trainer = compute_dtype(self.model, self.accelerator.mixed_precision)
+        precision = engine_arguments(
+            option(self.config, "rollout_precision"), option(self.config, "rollout_fp32_lm_head"), trainer
+        )
+        if overrides := precision.get("hf_overrides"):
+            precision["hf_overrides"] = {**given.get("hf_overrides", {}), **overrides}
+        return {**({"enforce_eager": True} if self._on_cpu else {}), **given, **precision}
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What the engine says of itself."""
+        if self.mode == "server":
+            config = self.server_info["model_config"]
+            overrides = config.get("hf_overrides")
+            head = overrides.get("head_dtype", config["dtype"]) if isinstance(overrides, dict) else None
+            return EngineSettings(
+                dtype=named_dtype(config["dtype"]),
+                head_dtype=named_dtype(head),
+                logprobs_mode=config["logprobs_mode"],
+                quantization=config.get("quantization"),
+            )
+        engine, cache = self.llm.llm_engine.vllm_config, self.llm.llm_engine.vllm_config.cache_config.cache_dtype
+        return EngineSettings(
+            dtype=engine.model_config.dtype,
+            head_dtype=engine.model_config.head_dtype,
+            logprobs_mode=engine.model_config.logprobs_mode,
+            quantization=engine.model_config.quantization
+            or (f"a KV cache in {cache}" if str(cache).startswith(("fp8", "int8")) else None),
+            model_class=type(_compat.engine_model(self.llm)).__name__,
+        )
 
     def _init_server(self) -> None:
         """TRL's connection to a server, or ours where NCCL has no device; an error of rank 0 reaches all ranks."""
@@ -315,9 +345,10 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         return logps.gather(-1, tokens[0, 1:, None])[:, 0].cpu()
 
 
-@contextlib.contextmanager
-def consistent_generation(engine_kwargs: dict[str, Any], verify_sync: str) -> Iterator[None]:
-    """While a `GRPOTrainer` is built: give it our backend instead of TRL's."""
-    backend = functools.partial(ConsistentVLLMGeneration, engine_kwargs=engine_kwargs, verify_sync=verify_sync)
-    with _compat.generation_class_replaced(backend):
-        yield
+def consistent_generation(config: Any) -> contextlib.AbstractContextManager[None]:
+    """While a `GRPOTrainer` is built: give it our backend instead of TRL's.
+
+    Args:
+        config ([`ConsistentGRPOConfig`], `GRPOConfig` or `None`): Where the `rollout_*` options are.
+    """
+    return _compat.generation_class_replaced(functools.partial(ConsistentVLLMGeneration, config=config))
