@@ -48,6 +48,10 @@ def test_a_plain_setup_has_no_findings(tiny_model, tmp_path):
 PLANTED = {
     "dtype": ({"engine": engine(dtype=torch.bfloat16)}, {"engine": engine(dtype=torch.float32)}),
     "dtype of the trainer": ({"bf16": True}, {"bf16": True, "engine": engine(dtype=torch.bfloat16)}),
+    "bfloat16-twice": (
+        {"bf16": True, "engine": engine(dtype=torch.bfloat16, head_dtype=torch.bfloat16)},
+        {"fp16": False, "engine": engine(dtype=torch.float32)},
+    ),
     "quantized-engine": ({"engine": engine(quantization="compressed-tensors")}, {}),
     "fp32-head": (
         {
@@ -182,7 +186,7 @@ def test_every_check_has_a_case():
     here |= {"quantized-base", "moe-routing", "absolute-positions", "bos", "chat-template"}
     names = [name for check in CHECKS for name in check.__code__.co_consts if isinstance(name, str)]
     codes = {name for name in names if name in here}
-    assert codes == here and len(CHECKS) == len(here) - 2, "two checks have two codes"
+    assert codes == here and len(CHECKS) == len(here) - 3, "three checks have two codes"
 
 
 def test_findings_are_printed_once_and_strictness_refuses_them(tiny_model, tmp_path, caplog):

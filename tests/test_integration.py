@@ -9,6 +9,7 @@ import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_consistent import ConsistentGRPOTrainer, _compat
+from trl_consistent.rollout.audit import audit
 from trl_consistent.rollout.vllm import ConsistentVLLMGeneration, WeightSyncError
 
 from .training import Keep, assert_same_training, build
@@ -210,3 +211,36 @@ def test_on_the_support_of_the_engine_the_mean_ratio_is_one(tiny_model, tmp_path
     (before, *_) = run(tiny_model, tmp_path, **shared, **settings).logs
     assert before["mismatch/abs_diff/mean"] > 0.01
     assert before["mismatch/log_ppl/sampling"] == pytest.approx(log["mismatch/log_ppl/sampling"], rel=1e-5)
+
+
+def audited(trainer):
+    return {finding.code for finding in audit(trainer, trainer.vllm_generation.settings)}
+
+
+@pytest.mark.parametrize("fixture", ["tiny_model", "tied_model"])
+def test_precision_reaches_both_sides(fixture, tmp_path, request):
+    # TRL passes no dtype, and vLLM makes bfloat16 of a float32 model
+    model, bare = request.getfixturevalue(fixture), {"rollout_engine_kwargs": None}
+    plain = run(model, tmp_path, correction="tis", max_steps=1, **bare)
+    assert audited(plain.trainer) == {"dtype"}
+    match = run(model, tmp_path, correction="tis", max_steps=1, rollout_precision="match", **bare)
+    assert audited(match.trainer) == set()
+    assert match.trainer.vllm_generation.settings.dtype == torch.float32
+    assert match.logs[0]["mismatch/abs_diff/mean"] < 1e-4 < 1e-3 < plain.logs[0]["mismatch/abs_diff/mean"]
+
+
+@pytest.mark.parametrize("fixture", ["tiny_model", "tied_model"])
+def test_a_head_in_float32_is_one_on_both_sides(fixture, tmp_path, request):
+    options = {"correction": "tis", "rollout_precision": "bf16", "bf16": None, "rollout_engine_kwargs": None}
+    model = request.getfixturevalue(fixture)
+    trainer_only = run(model, tmp_path, cast_lm_head_to_fp32=True, max_steps=1, **options)
+    assert audited(trainer_only.trainer) == {"fp32-head", "bfloat16-twice"}
+    both = run(model, tmp_path, rollout_fp32_lm_head=True, **options)
+    assert audited(both.trainer) == {"bfloat16-twice"}
+    assert both.trainer.vllm_generation.settings.head_dtype == torch.float32
+    head = both.trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = both.trainer.model.get_output_embeddings().weight.detach()
+    assert torch.equal(head.compute_logits(hidden), hidden.float() @ weight.bfloat16().float().T)
+    for log in both.logs[:2]:
+        assert 1e-4 < log["mismatch/abs_diff/mean"] < 0.1
