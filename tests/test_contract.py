@@ -47,6 +47,7 @@ def test_the_backend_and_the_engine_are_built_from_module_level_names():
     assert "self.vllm_generation = VLLMGeneration(" in source(GRPOTrainer.__init__)
     assert "self.llm = LLM(" in source(vllm_generation.VLLMGeneration._init_vllm)
     assert 'logprobs_mode="processed_logprobs"' in source(vllm_generation.VLLMGeneration._init_vllm)
+    assert "self.vllm_client = VLLMClient(" in source(vllm_generation.VLLMGeneration._init_vllm)
 
 
 def test_backend_attributes_and_results():
@@ -57,6 +58,50 @@ def test_backend_attributes_and_results():
     assert "return prompt_ids, completion_ids, logprobs, logprob_token_ids" in generate
     assert "reset_prefix_cache()" in source(vllm_generation.VLLMGeneration.sync_weights)
     assert "lp[0] for lp in seq" in source(GRPOTrainer._generate_single_turn)  # why sampled_token_first exists
+
+
+def test_the_client_of_a_server_has_the_methods_we_override_and_call():
+    from trl.generation.vllm_client import VLLMClient
+
+    def parameters(method):
+        return list(inspect.signature(method).parameters)
+
+    assert parameters(VLLMClient.__init__)[1:] == [
+        "base_url",
+        "host",
+        "server_port",
+        "group_port",
+        "connection_timeout",
+    ]
+    assert parameters(VLLMClient.check_server) == ["self", "total_timeout", "retry_interval"]
+    assert parameters(VLLMClient.init_communicator) == ["self", "device"]
+    assert parameters(VLLMClient.update_named_params) == ["self", "metadata", "named_params"]
+    assert parameters(VLLMClient._get) == parameters(VLLMClient._post) == ["self", "url", "kwargs"]
+    assert "self.session.mount(" in source(VLLMClient.__init__)
+    assert "self._start_weight_update()" in source(VLLMClient.weight_update)
+    assert "/finish_weight_update" in source(VLLMClient._finish_weight_update)
+    assert '["vllm_config"]' in source(VLLMClient.get_server_info)
+    assert "VLLM_SERVER_DEV_MODE=1" in source(VLLMClient.get_server_info)
+    scoring = parameters(VLLMClient.get_sequence_logprobs)
+    assert scoring[1:4] == ["sequences", "prompt_lengths", "top_logprobs"]
+
+
+def test_what_rank_0_gets_from_a_server_is_read_on_every_rank():
+    body = source(vllm_generation.VLLMGeneration.generate)
+    init = source(vllm_generation.VLLMGeneration._init_vllm).rstrip()
+    assert init.endswith("accelerator.wait_for_everyone()") and init.count("wait_for_everyone") == 1
+    read = "all_completion_ids[process_slice]"
+    assert body.index("self.vllm_client.generate(") < body.index("broadcast_object_list(") < body.index(read)
+    sync = source(vllm_generation.VLLMGeneration.sync_weights)
+    assert "self.vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in sync
+    assert "self.vllm_client.reset_prefix_cache()" in sync
+
+
+def test_a_checkpoint_can_be_saved_between_steps():
+    from transformers import Trainer
+
+    assert list(inspect.signature(Trainer._save_checkpoint).parameters) == ["self", "model", "trial"]
+    assert "_get_output_dir(trial=trial)" in source(Trainer._save_checkpoint)
 
 
 def test_trl_knows_these_modes_and_passes_an_open_mask_through():
@@ -253,6 +298,36 @@ def test_vllm_names():
     assert callable(registry._run_in_subprocess)
     assert current_platform.is_cpu()
     assert _compat.vllm_is_available()
+
+
+@pytest.mark.vllm
+def test_vllm_takes_weights_as_we_give_them():
+    from vllm.distributed.weight_transfer import base
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.entrypoints.serve.dev.rlhf.api_router import router
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.worker.gpu_worker import Worker
+
+    abstract = {"init_transfer_engine", "start_weight_update", "finish_weight_update", "receive_weights", "shutdown"}
+    assert base.WeightTransferEngine.__abstractmethods__ == abstract
+    assert "torch.accelerator.synchronize()" in source(base.WeightTransferEngine.update_weights)  # why we override it
+    names = list(inspect.signature(WeightTransferEngineFactory.register_engine).parameters)
+    assert names == ["name", "module_path_or_cls", "class_name"]
+    assert list(inspect.signature(inspect.unwrap(BaseModelLoader.load_model)).parameters)[:2] == [
+        "self",
+        "vllm_config",
+    ]
+    loading = source(inspect.unwrap(Worker.load_model))
+    assert loading.index("load_model(load_dummy_weights") < loading.index("WeightTransferEngineFactory.create_engine(")
+    paths = {route.path for route in router.routes}
+    wanted = (
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "weight_info",
+    )
+    assert {f"/{name}" for name in wanted} <= paths
 
 
 def test_patches_undo_themselves_even_after_an_error():

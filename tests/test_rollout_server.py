@@ -4,24 +4,28 @@
 One server for the module; the tests that kill it come last.
 """
 
+import concurrent.futures
 import contextlib
 import http.server
 import itertools
 import json
 import logging
+import socket
 import threading
 import time
+from importlib.metadata import entry_points
 
 import pytest
 import requests
 import torch
 
-from trl_consistent import ConsistentGRPOTrainer
+from trl_consistent import ConsistentGRPOTrainer, _compat
 from trl_consistent.rollout.server import ServerDownError, SocketVLLMClient, WrongServerError
-from trl_consistent.rollout.transfer import WeightSender
+from trl_consistent.rollout.transfer import BACKEND, WeightSender, described, register
 from trl_consistent.rollout.vllm import WeightSyncError
 
 from .serving import Server, free_port
+from .test_launch import launch
 from .training import Keep, build, synthetic_engine
 
 
@@ -143,6 +147,74 @@ def test_a_tensor_that_the_server_cannot_load_is_named(server, tiny_model, tmp_p
         keep.trainer.vllm_generation.sync_weights()  # and the server is as good as ever
 
 
+@contextlib.contextmanager
+def engine_in_this_process(model, **options):
+    """The same engine that a server holds, without the server's start."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "gpu_memory_utilization": 0.1}
+    try:
+        yield LLM(model, **settings, **options)
+    finally:
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("fixture", ["tied_model", "moe_model"])
+def test_weights_that_a_cpu_engine_repacks_arrive_exactly(fixture, request):
+    """A tied head, which the engine would pack, and experts, which it does."""
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    path, ids = request.getfixturevalue(fixture), list(range(3, 15))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    gaps = []
+    with engine_in_this_process(path, weight_transfer_config={"backend": BACKEND}) as llm:
+        with socket.create_server(("127.0.0.1", 0)) as somebody:
+            sender = WeightSender(somebody.getsockname(), 0)
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+
+        def send(weights, method, **request):
+            sending = pool.submit(sender.send, weights, 1, concurrent.futures.Future())
+            method(request)
+            return sending.result(30)
+
+        [reply] = send([], llm.init_weight_transfer_engine, init_info=sender.peer)
+        assert reply["model"] == described(model.config)
+        for _ in range(3):
+            parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+            [output] = llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
+            engine = [reported[i].logprob for i, reported in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            logps = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            trainer = logps.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+            gaps.append((trainer - torch.tensor(engine)).abs().mean().item())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.05 * torch.randn_like(parameter)
+            llm.start_weight_update()
+            [reply] = send(model.named_parameters(), llm.update_weights, update_info={})
+            assert reply["unused"] == []
+            llm.finish_weight_update()
+            llm.reset_prefix_cache()
+        sender.close()
+        pool.shutdown()
+    assert max(gaps) < 2e-5
+
+
+def test_only_an_engine_that_takes_our_weights_loads_in_plain_layout(tiny_model):
+    """The plugin is loaded everywhere, and changes nothing where it is not asked for."""
+    for options, packed in (({}, True), ({"weight_transfer_config": {"backend": BACKEND}}, False)):
+        with engine_in_this_process(tiny_model, **options) as llm:
+            weight = _compat.engine_model(llm).model.layers[0].mlp.down_proj.weight
+            assert (weight.numel() == 0) == packed
+
+
+def test_the_plugin_is_installed():
+    """Else run scripts/test: its installation is what makes the server see it."""
+    [plugin] = entry_points(group="vllm.general_plugins", name="trl_consistent")
+    assert plugin.load() is register
+
+
 # What a server says that was started in another way: an HTTP server that answers as vLLM 0.30 does in that case.
 
 
@@ -224,6 +296,17 @@ def test_a_taken_port_names_the_option(server, tiny_model, tmp_path):
                 pass
 
 
+@pytest.mark.launch
+def test_on_two_ranks_training_agrees_and_an_error_of_rank_0_reaches_both(server, tiny_model, tmp_path):
+    launch("cpu_2.yaml", "tests/two_ranks_server.py", tiny_model, str(tmp_path), server.url, str(free_port()))
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [rank["world"] for rank in ranks] == [2, 2] and ranks[0]["weights"] == ranks[1]["weights"]
+    assert len(ranks[0]["logs"]) == 2 and max(ranks[0]["logs"]) < 2e-3
+    for place in ("get_server_info", "update_named_params", "_served_version", "get_sequence_logprobs"):
+        for rank in ranks:
+            assert f"planted in {place}" in rank[place], place
+
+
 # From here on, the server dies.
 
 
@@ -252,7 +335,7 @@ def test_a_server_that_stays_away_ends_training_with_a_whole_checkpoint(server, 
     def disturbed(self, named_tensors, workers, request):
         def streamed():
             for index, pair in enumerate(named_tensors):
-                if index == 3 and len(updates) == 4:  # an introduction and a sync each for steps 1, 2 and 3
+                if index == 3 and len(updates) == 4:  # after the introduction and two syncs, in the third
                     server.kill()
                 yield pair
 

@@ -173,14 +173,13 @@ def client_class_replaced(replacement: Callable[..., Any]) -> contextlib.Abstrac
     return substituted(importlib.import_module("trl.generation.vllm_generation"), VLLMClient=replacement)
 
 
-def save_checkpoint(trainer: Any) -> str | None:
-    """Saves a checkpoint now, as transformers does between steps, and returns where; `None` if this step has one."""
+def save_checkpoint(trainer: Any) -> str:
+    """Saves a checkpoint now, as transformers does between steps, unless this step has one; returns where it is."""
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     path = os.path.join(trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
-    if os.path.isdir(path):
-        return None
-    trainer._save_checkpoint(trainer.model, trial=None)
+    if not os.path.isdir(path):
+        trainer._save_checkpoint(trainer.model, trial=None)
     return path
 
 

@@ -397,10 +397,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         try:
             return super().train(*args, **kwargs)
         except ServerDownError as error:
-            # Between two steps, and on all ranks: the work since the last checkpoint need not be lost.
-            if self.args.save_strategy != "no" and (path := _compat.save_checkpoint(self)) is not None:
-                error.add_note(f"Step {self.state.global_step} is saved in {path}.")
-            error.add_note("Once the server is there, go on with `trainer.train(resume_from_checkpoint=True)`.")
+            # Raised between two steps, and on all ranks: what was done since the last checkpoint need not be lost.
+            if self.args.save_strategy != "no" and self.state.global_step > 0:
+                error.add_note(
+                    f"Step {self.state.global_step} is saved in {_compat.save_checkpoint(self)}. Once the server is "
+                    "there, go on with `trainer.train(resume_from_checkpoint=True)`."
+                )
             raise
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

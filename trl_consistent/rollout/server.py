@@ -70,8 +70,11 @@ class Raises:
 
 def for_all_ranks(error: Exception) -> Exception:
     """`error` as it is if it is one of ours, else one that every rank can read."""
-    ours = isinstance(error, ServerDownError | ServerLostError | WrongServerError)
-    return error if ours else RuntimeError(f"{type(error).__name__}: {error}")
+    if isinstance(error, ServerDownError | ServerLostError | WrongServerError):
+        return error
+    readable = RuntimeError(f"{type(error).__name__}: {error}")
+    readable.__cause__ = error
+    return readable
 
 
 @contextlib.contextmanager
@@ -117,7 +120,6 @@ class SocketVLLMClient(VLLMClient):
     def __init__(self, *args: Any, model: Any, connection_timeout: float = 0.0, **kwargs: Any):
         self._trained = model
         self._timeout = connection_timeout
-        self._version: str | None = None
         super().__init__(*args, connection_timeout=connection_timeout, **kwargs)
         for scheme in ("http://", "https://"):  # TRL's retries would not notice a server that was restarted
             self.session.mount(scheme, HTTPAdapter(pool_maxsize=64))
@@ -154,9 +156,12 @@ class SocketVLLMClient(VLLMClient):
     def _post(self, url: str, **kwargs: Any) -> dict:
         return self._or_lost(super()._post, url, **kwargs)
 
-    def _or_lost(self, request: Callable[..., dict], url: str, **kwargs: Any) -> dict:
+    def get_server_info(self) -> dict:
+        return self._or_lost(super().get_server_info)
+
+    def _or_lost(self, request: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
         try:
-            return request(url, **kwargs)
+            return request(*args, **kwargs)
         except Exception as error:  # TRL raises just that for a status other than 200
             # An engine that died is reported by a server that still answers, for a moment.
             if isinstance(error, requests.RequestException) or self._trouble() is not None:
@@ -193,6 +198,8 @@ class SocketVLLMClient(VLLMClient):
         except Exception:
             self.close_communicator()
             raise
+        self._version = self._new_version()
+        self._post(f"{self.base_url}/update_weight_version", json={"new_version": self._version})
 
     def _check_model(self, served: dict[str, Any]) -> None:
         wanted = described(self._trained.config.get_text_config())
@@ -227,11 +234,11 @@ class SocketVLLMClient(VLLMClient):
         """
         try:
             self.check_server(self._timeout)
-            if self._version is None or self._served_version() != self._version:
-                self.init_communicator()  # a new server, or one that was restarted
+            if self._served_version() != self._version:
+                self.init_communicator()  # to a server that was restarted
             self._start_weight_update()
             replies = self._send(named_params, "update_weights", update_info={})
-            self._version = str(uuid.uuid4())
+            self._version = self._new_version()
             self._finish_weight_update()
         finally:
             for _ in named_params:
@@ -253,6 +260,10 @@ class SocketVLLMClient(VLLMClient):
 
     def _finish_weight_update(self) -> None:
         self._post(f"{self.base_url}/finish_weight_update", json={"weight_version": self._version})
+
+    @staticmethod
+    def _new_version() -> str:
+        return str(uuid.uuid4())
 
     def _served_version(self) -> str:
         return self._get(f"{self.base_url}/weight_info")["weight_version"]

@@ -177,10 +177,10 @@ def check_logprobs_mode(mode: str | None) -> None:
 
 
 class ConsistentVLLMGeneration(VLLMGeneration):
-    """[`~trl.generation.vllm_generation.VLLMGeneration`] with three additions; everything else is inherited.
+    """[`~trl.generation.vllm_generation.VLLMGeneration`] with four additions; everything else is inherited.
 
     Extra arguments reach the colocated engine; the sampled token's log-prob comes first; a weight sync is exact on CPU
-    and is checked by a probe.
+    and is checked by a probe; a server needs no GPU, and an error of rank 0, which alone talks to it, reaches all ranks.
 
     Args:
         config ([`ConsistentGRPOConfig`], `GRPOConfig` or `None`): Where the `rollout_*` options are.
@@ -256,8 +256,13 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         if self.accelerator.device.type != "cuda":
             replaced = _compat.client_class_replaced(functools.partial(SocketVLLMClient, model=self.model))
         self.server_info: dict[str, Any] = {}
-        with errors_on_all_ranks(), replaced:
-            super()._init_vllm()
+        with errors_on_all_ranks():
+            try:
+                with replaced:
+                    super()._init_vllm()
+            except Exception:
+                self.accelerator.wait_for_everyone()  # the other ranks do, at the end of TRL's method
+                raise
             if self.accelerator.is_main_process:
                 self.server_info = self.vllm_client.get_server_info()
         [self.server_info] = broadcast_object_list([self.server_info])
