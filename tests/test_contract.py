@@ -2,6 +2,7 @@
 """Every upstream name, signature and batch key we rely on. When one fails after an upgrade, `_compat.py` has the place."""
 
 import ast
+import importlib
 import inspect
 import textwrap
 
@@ -102,6 +103,39 @@ def test_a_checkpoint_can_be_saved_between_steps():
 
     assert list(inspect.signature(Trainer._save_checkpoint).parameters) == ["self", "model", "trial"]
     assert "_get_output_dir(trial=trial)" in source(Trainer._save_checkpoint)
+
+
+def test_a_sync_streams_into_the_engine_s_model_one_tensor_at_a_time():
+    sync = source(vllm_generation.VLLMGeneration.sync_weights)
+    assert "for name, param in self._iter_named_params():" in sync
+    assert "model_executor.driver_worker.model_runner.model.load_weights([(name, param)])" in sync
+    iterate = source(vllm_generation.VLLMGeneration._iter_named_params)
+    assert "model.merge_adapter()" in iterate and "self._fix_param_name_to_vllm(name" in iterate
+    assert 'removeprefix("base_model.model.")' in iterate  # why names start at the base model
+    for name in ("is_fsdp", "is_zero3"):
+        assert isinstance(getattr(importlib.import_module("trl.distributed").DistributedBackend, name), property)
+    generate = source(vllm_generation.VLLMGeneration.generate)
+    assert "if self.state.global_step != self._last_loaded_step" in source(GRPOTrainer._generate_single_turn)
+    assert "self.enable_sleep_mode and self._llm_weights_sleeping" in generate and "self.sync_weights()" in generate
+
+
+def test_peft_names():
+    from peft.tuners.lora.layer import Linear, LoraLayer, ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+
+    assert "self.merged_adapters.append(active_adapter)" in source(Linear.merge)
+    assert "self._caches: dict[str, Any] = {}" in source(LoraLayer.__init__)
+    assert "self.parameter_name = parameter_name" in source(ParamWrapper.__init__)
+    assert "adapter_names = module.active_adapters" in source(check_adapters_to_merge)
+    assert isinstance(BaseTunerLayer.merged, property)
+    assert all(isinstance(layer, type) for layer in _compat.peft_layers_that_merge_in_place())
+
+
+def test_tied_weight_names(tiny_model, tied_model):
+    from transformers import AutoModelForCausalLM
+
+    assert _compat.tied_weight_names(AutoModelForCausalLM.from_pretrained(tiny_model)) == ()
+    assert _compat.tied_weight_names(AutoModelForCausalLM.from_pretrained(tied_model)) == ("lm_head.weight",)
 
 
 def test_trl_knows_these_modes_and_passes_an_open_mask_through():
@@ -270,8 +304,6 @@ def test_config_fields_a_preset_writes():
 
 
 def test_modules_a_script_may_import_from():
-    import importlib
-
     for name in _compat.GRPO_MODULES:
         module = importlib.import_module(name)
         assert hasattr(module, "GRPOTrainer") or hasattr(module, "GRPOConfig")

@@ -10,7 +10,7 @@ import copy
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -115,6 +115,76 @@ def copy_into_reference(model: Any, reference: Any) -> None:
             config.init_lora_weights = False  # some initializations rewrite the base weights, under the live adapter
         model.add_adapter("ref", config)
     set_peft_model_state_dict(model, get_peft_model_state_dict(model, adapter_name=name), adapter_name="ref")
+
+
+def peft_layers_that_merge_in_place() -> tuple[type, ...]:
+    """peft layers whose `merge` writes to parameters of their base layer and leaves no other trace than
+    `peft_merge_forgotten` undoes (others swap modules, or keep more state)."""
+    from peft.tuners.ia3 import IA3Layer
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lycoris_utils import LycorisLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    return LoraLayer, IA3Layer, LycorisLayer, TrainableTokensLayer
+
+
+def peft_wrapped(module: Any) -> tuple[Any, bool]:
+    """The module that peft uses in place of the one it wrapped (`None` if it wrapped none), and whether a layer with
+    adapters is around it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    if isinstance(module, BaseTunerLayer):
+        return module.base_layer, True
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter, False
+    if isinstance(module, ModulesToSaveWrapper):
+        saved = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
+        return (saved or [module.original_module])[0], False
+    return None, False
+
+
+def peft_adapter_modules(tuner: Any) -> list[Any]:
+    """The modules that hold the parameters of a peft layer itself, not those of what it wraps."""
+    parts = [module for name, child in tuner.named_children() if name != "base_layer" for module in child.modules()]
+    return [tuner, *parts]
+
+
+@contextlib.contextmanager
+def peft_merge_forgotten(tuners: Any) -> Iterator[None]:
+    """Within the block, peft layers may `merge`; afterwards they do not remember that they did."""
+    with contextlib.ExitStack() as stack:
+        for tuner in tuners:
+            stack.enter_context(substituted(tuner, merged_adapters=[]))
+            if hasattr(tuner, "_caches"):  # a LoRA layer, which keeps norms for DoRA's `unmerge`
+                stack.enter_context(substituted(tuner, _caches={}))
+        yield
+
+
+@contextlib.contextmanager
+def parameters_replaced(replacements: Mapping[Any, Mapping[str, Any]]) -> Iterator[None]:
+    """Within the block, modules hold other tensors as parameters; the parameters themselves are not written to.
+
+    Args:
+        replacements (`dict[torch.nn.Module, dict[str, torch.Tensor]]`): By module and name.
+    """
+    from torch.nn import Parameter
+
+    before = [(module, name, module._parameters[name]) for module, named in replacements.items() for name in named]
+    try:
+        for module, named in replacements.items():
+            for name, tensor in named.items():
+                module._parameters[name] = Parameter(tensor, requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
+
+
+def tied_weight_names(model: Any) -> tuple[str, ...]:
+    """Names of the weights of a transformers model that its config ties to another one."""
+    tied = model._tied_weights_keys if model.config.get_text_config().tie_word_embeddings else None
+    return tuple(tied or ())
 
 
 def generation_class_replaced(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:

@@ -6,11 +6,11 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_generation import VLLMGeneration
@@ -18,8 +18,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 from .. import _compat
 from ..config import option
 from .audit import EngineSettings
+from .ledger import SyncLedger, WeightSyncError, checksums, fingerprint, named
 from .precision import compute_dtype, engine_arguments, named_dtype
 from .server import SocketVLLMClient, errors_on_all_ranks, persistently
+from .weights import can_merge_aside, left_out, merged_parameters, splits_tied_weights
 
 
 logger = logging.getLogger(__name__)
@@ -31,10 +33,6 @@ INSTALL = (
 
 PROBE_LENGTH = 12
 """Tokens of the fixed prompt that trainer and engine both score after a sync."""
-
-
-class WeightSyncError(RuntimeError):
-    """The rollout engine does not hold the trainer's weights."""
 
 
 class SyncCheck:
@@ -177,10 +175,11 @@ def check_logprobs_mode(mode: str | None) -> None:
 
 
 class ConsistentVLLMGeneration(VLLMGeneration):
-    """[`~trl.generation.vllm_generation.VLLMGeneration`] with four additions; everything else is inherited.
+    """[`~trl.generation.vllm_generation.VLLMGeneration`] with these additions; everything else is inherited.
 
-    Extra arguments reach the colocated engine; the sampled token's log-prob comes first; a weight sync is exact on CPU
-    and is checked by a probe; a server needs no GPU, and an error of rank 0, which alone talks to it, reaches all ranks.
+    Extra arguments reach the colocated engine; the sampled token's log-prob comes first; a weight sync leaves the base
+    weights of adapters alone, is exact on CPU, and is checked; a server needs no GPU, and an error of rank 0, which alone
+    talks to it, reaches all ranks.
 
     Args:
         config ([`ConsistentGRPOConfig`], `GRPOConfig` or `None`): Where the `rollout_*` options are.
@@ -190,6 +189,9 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         self.config = config
         self._sync_check: SyncCheck | None = None
         self._syncs_to_verify = {"off": 0.0, "first": 1.0, "every": math.inf}[option(config, "rollout_verify_sync")]
+        self._ledger = SyncLedger()
+        self._synced: dict[str, int] = {}  # checksums of the trained tensors at the last sync
+        self._told_to_merge_in_place = False
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -199,6 +201,11 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         if not _compat.vllm_is_available():
             return super()._init_vllm()
         extra = self._engine_arguments()
+        if self._splits_tied_weights:
+            logger.info("Adapters make embedding and head differ: the rollout engine has them apart, too.")
+            overrides = {**extra.get("hf_overrides", {}), "tie_word_embeddings": False}
+            # the checkpoint holds one of them only; the first sync brings both
+            extra = {"load_format": "dummy", **extra, "hf_overrides": overrides}
 
         def wrap(engine: Callable[..., Any]) -> Callable[..., Any]:
             return lambda **kwargs: engine(**{**kwargs, **extra})
@@ -252,6 +259,11 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
     def _init_server(self) -> None:
         """TRL's connection to a server, or ours where NCCL has no device; an error of rank 0 reaches all ranks."""
+        if self._splits_tied_weights and self.accelerator.is_main_process:
+            logger.warning(
+                "Adapters make embedding and head differ, which the model ties. A vLLM server follows only if it was started "
+                """with `--hf-overrides '{"tie_word_embeddings": false}' --load-format dummy` (the first sync fills it)."""
+            )
         replaced: Any = contextlib.nullcontext()
         if self.accelerator.device.type != "cuda":
             replaced = _compat.client_class_replaced(functools.partial(SocketVLLMClient, model=self.model))
@@ -267,27 +279,51 @@ class ConsistentVLLMGeneration(VLLMGeneration):
                 self.server_info = self.vllm_client.get_server_info()
         [self.server_info] = broadcast_object_list([self.server_info])
 
+    @property
+    def weight_fingerprint(self) -> str | None:
+        """A hash of the trained tensors that the engine got at the last sync; `None` unless each sync is verified."""
+        return fingerprint(self._synced) if self._synced else None
+
     def sync_weights(self) -> None:
-        """TRL's sync, then what a CPU engine needs on top, then the check."""
+        """TRL's sync, then what a CPU engine needs on top, then the checks."""
         if self.mode == "server":
             return persistently(self._sync_server)
-        super().sync_weights()
-        if self._on_cpu:
-            _compat.repack_cpu_experts(_compat.engine_model(self.llm))
+        if not self._verifies():
+            super().sync_weights()
+            return self._repack()
+        engine = _compat.engine_model(self.llm)
+        with self._ledger.recording(engine):
+            super().sync_weights()
+        self._repack()
+        unquantized = self.llm.llm_engine.model_config.quantization is None
+        self._ledger.check(engine, plain=unquantized and self.tensor_parallel_size == 1)
         self._verify_sync()
 
     def _sync_server(self) -> None:
+        verifies = self._verifies()
         with errors_on_all_ranks():
             super().sync_weights()
-            if self.accelerator.is_main_process:
+            if verifies:
                 self._verify_sync()
 
+    def _repack(self) -> None:
+        if self._on_cpu:
+            _compat.repack_cpu_experts(_compat.engine_model(self.llm))
+
+    def _verifies(self) -> bool:
+        """Whether to check this sync; counts it."""
+        verifies = self._syncs_to_verify > 0
+        self._syncs_to_verify -= verifies
+        return verifies
+
     def _verify_sync(self) -> None:
-        if self._syncs_to_verify > 0 and not self._can_probe():
-            self._syncs_to_verify = 0
-            logger.info("Weight syncs are not verified: not supported with this engine mode, sharding or model.")
-        if self._syncs_to_verify > 0:
-            self._syncs_to_verify -= 1
+        if self._merges_aside and (lost := left_out(self.model)):
+            raise WeightSyncError(
+                f"No weight sync carries the trainable {named(lost)}: merging the active adapter does not take them in."
+            )
+        if self._syncs_to_verify == math.inf and not self._sharded:
+            self._synced = checksums(self._trained())
+        if self._can_probe() and (self.mode == "colocate" or self.accelerator.is_main_process):
             if self._sync_check is None:
                 dtypes = {str(self._engine_config("dtype")), str(next(self.model.parameters()).dtype)}
                 float32 = dtypes == {"torch.float32"} and self.accelerator.mixed_precision == "no"
@@ -295,12 +331,64 @@ class ConsistentVLLMGeneration(VLLMGeneration):
             self._sync_check(*self.probe())
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        """TRL's generate, with the sampled token's log-prob first at every position."""
+        """TRL's generate, from current weights, with the sampled token's log-prob first at every position."""
+        if (reason := self._staleness()) is not None:
+            logger.warning(f"The rollout engine was about to sample from other weights than the trainer's: {reason}.")
+            self.sync_weights()
         generate = functools.partial(super().generate, *args, **kwargs)
         prompt_ids, completion_ids, logprobs, token_ids = persistently(generate, again=self.sync_weights)
         if logprobs is not None and token_ids is not None and "logprobs" in self.generation_kwargs:
             logprobs = sampled_token_first(completion_ids, logprobs, token_ids)
         return prompt_ids, completion_ids, logprobs, token_ids
+
+    def _staleness(self) -> str | None:
+        """Why trainer and engine hold other weights than after the last sync, if they do; checksums, not log-probs,
+        because in bfloat16 an engine that missed a step cannot be told from its noise."""
+        asleep = self.enable_sleep_mode  # then TRL syncs
+        if not self._synced or asleep:
+            return None
+        now = checksums(self._trained())
+        if changed := {name for name, _ in now.items() ^ self._synced.items()}:
+            return (
+                f"{len(changed)} of {len(now)} trained tensors ({named(changed)}) changed after the last sync, with no "
+                "optimizer step that TRL knows of (a second `train()`, weights loaded by hand or by a callback). Synced "
+                "again"
+            )
+        if self.mode == "colocate" and (changed := self._ledger.overwritten(_compat.engine_model(self.llm))):
+            return (
+                f"{named(changed)} of the engine were overwritten after the last sync (as by a reload). Synced again"
+            )
+        return None
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad)
+
+    @property
+    def _sharded(self) -> bool:
+        return self._dist.is_fsdp or self._dist.is_zero3
+
+    @property
+    def _merges_aside(self) -> bool:
+        return is_peft_model(self.model) and not self._sharded and can_merge_aside(self.model)
+
+    @property
+    def _splits_tied_weights(self) -> bool:
+        return is_peft_model(self.model) and splits_tied_weights(self.model)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """TRL's parameters, or, for a model with adapters, [`merged_parameters`]."""
+        if self._merges_aside:
+            for name, weight in merged_parameters(self.model):
+                yield self._fix_param_name_to_vllm(name), weight
+            return
+        if is_peft_model(self.model) and not self._told_to_merge_in_place:
+            self._told_to_merge_in_place = True
+            logger.warning(
+                "Weight syncs merge the adapters into the base weights and subtract them again, which below float32 is no "
+                "inverse: the base weights drift with every sync. Merging aside does not work with sharded (FSDP, "
+                "ZeRO-3), offloaded or quantised weights, nor with this kind of adapter."
+            )
+        yield from super()._iter_named_params()
 
     def _can_probe(self) -> bool:
         """Whether both sides can score a text prompt right now: not with a sleeping KV cache, tensor parallelism (a
