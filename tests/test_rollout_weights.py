@@ -4,6 +4,7 @@
 import copy
 import logging
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from peft import (
     get_peft_model,
 )
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_consistent import _compat
 from trl_consistent.rollout.ledger import SyncLedger, WeightSyncError, checksum, checksums, fingerprint
+from trl_consistent.rollout.vllm import ConsistentVLLMGeneration
 from trl_consistent.rollout.weights import can_merge_aside, left_out, merged_parameters, splits_tied_weights
 
 
@@ -112,20 +116,21 @@ def assert_untouched(before, model):
         assert after[name][0] == pointer and torch.equal(after[name][1], tensor), name
 
 
+def backend(cls, model):
+    """A backend of TRL's or ours with a model and nothing else."""
+    generation = object.__new__(cls)
+    state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
+    generation.model, generation._dist = model, DistributedBackend(SimpleNamespace(state=state))
+    return generation
+
+
 @torch.no_grad()
 def trl_stream(model):
-    """TRL's way: the loop of `VLLMGeneration._iter_named_params`, around peft's merge."""
-    from types import SimpleNamespace
-
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    generation = object.__new__(VLLMGeneration)
-    generation.model = model
-    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None))
-    generation._dist = __import__("trl.distributed", fromlist=["x"]).DistributedBackend(accelerator)
+    """What TRL streams, by its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: tensor.clone() for name, tensor in generation._iter_named_params()}
+        stream = backend(VLLMGeneration, model)._iter_named_params()
+        return {name: tensor.clone() for name, tensor in stream}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -224,16 +229,31 @@ def test_only_active_adapters_count_and_any_name_will_do(base):
     assert list(alone) == list(switched) and not torch.equal(alone["lm_head.weight"], switched["lm_head.weight"])
 
 
-def test_two_active_adapters_add_up(base):
-    model = adapted(base, "lora", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_two_active_adapters_add_up_before_the_sum_is_rounded(base, dtype):
+    model = adapted(base, "lora", dtype)
     model.add_adapter("other", lora("q_proj"))
-    move(model, 3)
-    model.base_model.set_adapter(["default", "other"])
     layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    model.base_model.set_adapter(["default", "other"])
     torch.nn.init.normal_(layer.lora_B["other"].weight)
-    deltas = sum(2 * layer.lora_B[n].weight @ layer.lora_A[n].weight for n in ("default", "other"))
+    deltas = [2 * layer.lora_B[n].weight.float() @ layer.lora_A[n].weight.float() for n in ("default", "other")]
     got = dict(merged_parameters(model))["model.layers.0.self_attn.q_proj.weight"]
-    assert (got - layer.base_layer.weight - deltas).abs().max() < 1e-6
+    assert torch.equal(got, (layer.base_layer.weight.float() + deltas[0] + deltas[1]).to(dtype))
+
+
+def test_experts_are_summed_in_float32_too(base):
+    """W[e] + s * B_e @ A_e, where peft stacks the ranks of all experts in A by expert, in B by rank."""
+    model = adapted(base, "experts", torch.bfloat16)
+    wrapper = model.get_base_model().model.layers[0].mlp.experts
+    wrapper = wrapper if wrapper.parameter_name == "gate_up_proj" else wrapper.base_layer
+    a, b = wrapper.lora_A["default"].weight.float(), wrapper.lora_B["default"].weight.float()
+    weight = wrapper.get_base_layer().gate_up_proj
+    got = dict(merged_parameters(model))["model.layers.0.mlp.experts.gate_up_proj"]
+    for expert in range(4):
+        delta = b.view(128, 4, 4)[:, :, expert] @ a.view(4, 4, 64)[expert]
+        exact = weight[expert].double() + 2 * delta.double()
+        assert ((got[expert].double() - exact).abs() <= got[expert].double().abs() * 2**-8 + 1e-6).all()
+        assert not torch.equal(got[expert], weight[expert])
 
 
 def test_an_adapter_that_is_merged_already_is_not_merged_twice(base):
@@ -414,3 +434,18 @@ def test_a_model_that_does_not_say_what_it_loads_is_not_judged():
     engine.load_weights = lambda weights: load(weights) and None
     sync(ledger, engine, streamed())
     assert not ledger.engine
+
+
+def test_what_cannot_be_merged_aside_is_streamed_as_trl_does_and_said_once(base, caplog):
+    model = with_adapter(base("tiny", torch.float32), LNTuningConfig(target_modules=["input_layernorm"]))
+    move(model, 1)
+    generation = backend(ConsistentVLLMGeneration, model)
+    generation._told_to_merge_in_place = False
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            ours = {name: tensor.clone() for name, tensor in generation._iter_named_params()}
+    theirs = trl_stream(model)
+    assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert [record.message[:51] for record in caplog.records] == [
+        "Weight syncs merge the adapters into the base weigh"
+    ]

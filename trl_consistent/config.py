@@ -227,8 +227,9 @@ class ConsistentGRPOConfig(GRPOConfig):
             At the start, list what in the settings makes trainer and engine disagree, what it costs, and what removes it:
             `"warn"` prints it, `"strict"` refuses to train with it, `"off"` does not look.
         rollout_verify_sync (`str`, *optional*, defaults to `"every"`):
-            When to compare trainer and engine on a short fixed prompt after a weight sync: `"off"`,
-            `"first"` or `"every"`. Weights that did not arrive, or arrived as garbage, raise.
+            When to check that the rollout engine holds the trainer's weights: `"off"`, after the `"first"` weight sync,
+            or after `"every"` one and before each generation. Names and checksums of all tensors, and a short prompt
+            scored by both sides, are compared. Weights that did not arrive raise; stale ones are synced, with a warning.
         rollout_support (`str`, *optional*, defaults to `"off"`):
             `"recompute"` lets the trainer's log-probs (current, old and those of the reference) and entropies follow
             `top_p`, `top_k`, `min_p`, `repetition_penalty` and, in `generation_kwargs`, `presence_penalty` and
@@ -349,8 +350,9 @@ class ConsistentGRPOConfig(GRPOConfig):
     rollout_verify_sync: str = field(
         default="every",
         metadata={
-            "help": "When to compare trainer and engine on a short fixed prompt after a weight sync: 'off', "
-            "'first' or 'every'. Weights that did not arrive, or arrived as garbage, raise."
+            "help": "When to check that the rollout engine holds the trainer's weights: 'off', after the 'first' weight "
+            "sync, or after 'every' one and before each generation. Weights that did not arrive raise, stale ones are "
+            "synced, with a warning."
         },
     )
     rollout_support: str = field(
