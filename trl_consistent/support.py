@@ -76,18 +76,19 @@ def penalized(
         sampling ([`Sampling`]): The penalties.
     """
 
-    def counts(ids: Tensor) -> Tensor:
-        slots = logits.new_zeros(len(ids), logits.shape[1] + 1)  # the last one for `NOTHING`
-        index = torch.where(ids == NOTHING, logits.shape[1], ids)
-        return slots.scatter_add_(1, index, slots.new_ones(()).expand(index.shape))[:, :-1]
-
-    generated = counts(output)
+    vocabulary = logits.shape[1]
+    slots = (len(logits), vocabulary + 1)  # the last one for `NOTHING`
     if sampling.repetition_penalty != 1:
-        seen = (generated + counts(prompt)) > 0
-        penalty = sampling.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        seen = torch.cat([prompt, output], dim=1)
+        values = logits.detach().gather(1, seen.clamp(min=0))
+        factors = torch.where(values > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        index = torch.where(seen == NOTHING, vocabulary, seen)
+        logits = logits * logits.new_ones(slots).scatter_(1, index, factors.to(logits.dtype))[:, :-1]
     if sampling.counts_outputs:
-        logits = logits - sampling.frequency_penalty * generated - sampling.presence_penalty * (generated > 0)
+        index = torch.where(output == NOTHING, vocabulary, output)
+        penalty = logits.new_zeros(slots).scatter_(1, index, sampling.presence_penalty)
+        each = penalty.new_full((), sampling.frequency_penalty).expand(index.shape)
+        logits = logits - penalty.scatter_add_(1, index, each)[:, :-1]
     return logits
 
 
@@ -112,24 +113,32 @@ def support_floor(logits: Float[Tensor, "N V"], sampling: Sampling) -> Float[Ten
         elif rule == "top_k" and 0 < sampling.top_k < logits.shape[1]:
             floor = torch.maximum(floor, logits.topk(sampling.top_k).values[:, -1])
         elif rule == "top_p" and sampling.top_p < 1:
-            floor = torch.maximum(floor, _nucleus_floor(logits, floor, sampling.top_p))
+            floor = torch.maximum(floor, _nucleus_floor(logits, floor, sampling))
     return floor
 
 
-def _nucleus_floor(logits: Float[Tensor, "N V"], floor: Float[Tensor, " N"], top_p: float) -> Float[Tensor, " N"]:
+def _nucleus_floor(
+    logits: Float[Tensor, "N V"], floor: Float[Tensor, " N"], sampling: Sampling
+) -> Float[Tensor, " N"]:
     """Top-p among the logits at `floor` and above."""
-    left = logits.masked_fill(logits < floor.unsqueeze(1), -math.inf)
+    left, top_p = logits.masked_fill(logits < floor.unsqueeze(1), -math.inf), sampling.top_p
     log_mass = left.logsumexp(-1, keepdim=True)
-    sizes = [logits.shape[1]]
-    if logits.device.type == "cpu" and _LIKELIEST < logits.shape[1]:  # elsewhere the check would be a host sync
-        sizes.insert(0, _LIKELIEST)
-    for size in sizes:
-        ordered = left.topk(size).values
-        mass = (ordered - log_mass).exp().cumsum(-1)
-        if size == sizes[-1] or bool((mass[:, -1] >= top_p).all()):
-            break
-    crossing = (mass[:, :-1] < top_p).sum(-1, keepdim=True)  # a token is kept if the mass before it is below top_p
-    return ordered.gather(1, crossing)[:, 0]
+    if 0 < sampling.top_k < logits.shape[1]:  # there are no other values
+        return _crossing(left.topk(sampling.top_k).values, log_mass, top_p)
+    if logits.device.type != "cpu" or logits.shape[1] <= _LIKELIEST:  # elsewhere, to look at the mass is a host sync
+        return _crossing(left.sort(-1, descending=True).values, log_mass, top_p)
+    ordered = left.topk(_LIKELIEST).values
+    result = _crossing(ordered, log_mass, top_p)
+    spread = (ordered - log_mass).exp().sum(-1) < top_p  # rows with more than that
+    if spread.any():
+        result[spread] = _crossing(left[spread].sort(-1, descending=True).values, log_mass[spread], top_p)
+    return result
+
+
+def _crossing(ordered: Tensor, log_mass: Tensor, top_p: float) -> Tensor:
+    """The last of the logits, likeliest first, before which there is less mass than `top_p`."""
+    mass = (ordered - log_mass).exp().cumsum(-1)
+    return ordered.gather(1, (mass[:, :-1] < top_p).sum(-1, keepdim=True))[:, 0]
 
 
 def restricted(
