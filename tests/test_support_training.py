@@ -83,6 +83,19 @@ def test_tokens_outside_the_trainer_s_support_are_counted(tiny_model, tmp_path, 
     assert math.isfinite(log["mismatch/diff/mean"]) and log["mismatch/nonfinite_count"] == 0
 
 
+@pytest.mark.parametrize("old_logprobs", ["recompute", "reuse"])
+def test_what_the_reference_would_drop_is_not_counted(tiny_model, tmp_path, old_logprobs):
+    options = {"top_p": 0.8, "correction": "tis", "old_logprobs": old_logprobs, "rollout_support": "recompute"}
+    with synthetic_engine():
+        trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, beta=0.1, **options, **ONE_STEP)
+    with torch.no_grad():
+        trainer.ref_model.lm_head.weight.neg_()
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["kl/k1"] > 1 and math.isfinite(log["kl"])
+    assert log["mismatch/outside_support_fraction"] == 0
+
+
 @contextlib.contextmanager
 def dense_forward(settings, temperature):
     """TRL's trainer, with the log-probs of whole logits restricted by the processors of transformers."""
