@@ -96,7 +96,7 @@ class WeightSender:
                     connections.append(stack.enter_context(connection))
             for name, tensor in named_tensors:
                 header = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-                data = memoryview(_bytes(tensor.detach().cpu().contiguous()))
+                data = memoryview(_bytes(tensor.detach().cpu()))
                 for connection in connections:
                     _send_json(connection, header)
                     connection.sendall(data)
@@ -156,7 +156,7 @@ def receive(peer: dict[str, Any], load: Callable[[str, Tensor], bool], **about: 
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor."""
+    """The memory of a CPU tensor, or of a copy if it is not contiguous."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
