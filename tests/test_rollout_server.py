@@ -361,5 +361,6 @@ def test_a_server_that_stays_away_ends_training_with_a_whole_checkpoint(server, 
         )
         resumed.trainer.train(resume_from_checkpoint=True)
     [(weights, moments)] = seen
-    assert all(torch.equal(weights[name], keep.weights[1][name]) for name in weights) and moments > 0
+    trained = [name for name in weights if "lora_" in name]  # merging has rounded the others in the live model
+    assert trained and all(torch.equal(weights[name], keep.weights[1][name]) for name in trained) and moments > 0
     assert resumed.trainer.state.global_step == 3 and len(resumed.weights) == 1
