@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -34,11 +33,18 @@ def build(dtype: str):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, target_modules="all-linear"))
+    move(model)
+    return model
+
+
+def move(model) -> None:
+    """Changes the adapters, as steps of training do."""
+    import torch
+
     with torch.no_grad():
         for weight in model.parameters():
             if weight.requires_grad:
                 weight += 0.01 * torch.randn_like(weight)
-    return model
 
 
 def in_place(model):
@@ -50,30 +56,18 @@ def in_place(model):
     model.unmerge_adapter()
 
 
-def resident() -> float:
-    """MiB of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def peak(call) -> float:
+    """The most memory, in MiB, that tensors took while `call` ran, above what they took before."""
+    import torch
 
-
-class Peak(threading.Thread):
-    """The largest resident memory within the block, above that at its start."""
-
-    def __enter__(self):
-        self.before = self.most = resident()
-        self.over = False
-        self.start()
-        return self
-
-    def run(self):
-        while not self.over:
-            self.most = max(self.most, resident())
-            time.sleep(0.001)
-
-    def __exit__(self, *_):
-        self.over = True
-        self.join()
-        self.most -= self.before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    taken = most = 0
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        if event.name == "[memory]":
+            taken += event.cpu_memory_usage
+            most = max(most, taken)
+    return most / 2**20
 
 
 def measure_stream(dtype: str, rounds: int) -> None:
@@ -88,28 +82,28 @@ def measure_stream(dtype: str, rounds: int) -> None:
     engine = {name: weight.detach().clone() for name, weight in model.get_base_model().named_parameters()}
     buffers = {weight.shape: weight for weight in engine.values()}  # stands in for an engine: one copy of each tensor
     del engine
-    seconds, memory = {"ours": [], "TRL": []}, {}
+    streams = (("ours", merged_parameters), ("TRL", in_place))
+    seconds = {"ours": [], "TRL": []}
     with torch.no_grad():
         for turn in range(rounds + 1):  # the first one warms up
-            for side, stream in (("ours", merged_parameters), ("TRL", in_place)):
-                with Peak() as peak:
-                    began = time.perf_counter()
-                    for _, tensor in stream(model):
-                        buffers[tensor.shape].copy_(tensor)
-                    took = time.perf_counter() - began
+            move(model)
+            for side, stream in streams:
+                began = time.perf_counter()
+                for _, tensor in stream(model):
+                    buffers[tensor.shape].copy_(tensor)
                 if turn:
-                    seconds[side].append(took)
-                    memory[side] = max(memory.get(side, 0), peak.most)
+                    seconds[side].append(time.perf_counter() - began)
                 if turn == 0 and side == "ours":
                     touched = sum(not torch.equal(base[name], before[name]) for name in base)
                     print(f"{dtype}: base tensors changed by a sync of ours: {touched} of {len(base)}")
                 if turn == 0 and side == "TRL":
                     report_drift(base, before, "a sync of TRL's")
         report_drift(base, before, f"{rounds + 1} of TRL's")
+        memory = {side: peak(lambda stream=stream: [None for _ in stream(model)]) for side, stream in streams}
     ours, trl = (statistics.median(seconds[side]) for side in ("ours", "TRL"))
     print(
         f"{dtype}: stream {ours / trl:.2f} of TRL's time ({ours:.2f} s, {trl:.2f} s); memory on top of the model "
-        f"{memory['ours']:.0f} MiB, TRL's {memory['TRL']:.0f} MiB"
+        f"{memory['ours']:.1f} MiB, TRL's {memory['TRL']:.1f} MiB"
     )
 
 

@@ -324,8 +324,12 @@ def test_command_line_helpers():
 def test_vllm_names():
     import vllm._custom_ops as ops
     import vllm.model_executor.models.registry as registry
+    from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
 
+    assert {"lora_name", "lora_int_id", "lora_path"} <= set(inspect.signature(LoRARequest).parameters)
+    assert callable(LLMEngine.add_lora) and callable(LLMEngine.remove_lora)
     assert isinstance(ops._supports_onednn, bool)
     assert callable(registry._run_in_subprocess)
     assert current_platform.is_cpu()

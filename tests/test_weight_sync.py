@@ -77,7 +77,7 @@ def test_bfloat16_training_leaves_the_base_alone_and_the_engine_with_base_plus_a
         LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
         LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]),
     ],
-    ids=["dora", "head-to-save", "embedding"],
+    ids=["dora", "head-to-save", "embedding"],  # TRL refuses adapters on the head
 )
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:.*ensure_weight_tying")
 def test_an_engine_that_ties_follows_adapters_that_do_not(config, tied_model, tmp_path):
@@ -192,8 +192,8 @@ def free():
 
 
 def test_no_prefix_survives_a_sync(tiny_model, tmp_path, monkeypatch):
-    """The prompt fills two blocks of the cache; keys and values of old weights would be off by far more than noise."""
-    engine = {"dtype": "float32", "enable_prefix_caching": True, "block_size": 16}
+    """The prompt fills a block of the cache; keys and values of old weights would be off by far more than noise."""
+    engine = {"dtype": "float32", "enable_prefix_caching": True, "block_size": 32}
     trainer = trainer_of(tiny_model, tmp_path, rollout_engine_kwargs=engine, max_completion_length=4)
     generation, prompt = trainer.vllm_generation, [5 + i % 40 for i in range(40)]
     generation.sync_weights()
@@ -218,3 +218,28 @@ def test_no_prefix_survives_a_sync(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(generation.llm, "reset_prefix_cache", lambda: None)
     change(2)
     assert gap() > 1e-3, "without the reset, the test would have noticed"
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_engine_that_takes_adapters_gets_nothing_else(rslora, tiny_model, tmp_path, monkeypatch, caplog):
+    def no_stream(self):
+        raise AssertionError
+
+    monkeypatch.setattr(ConsistentVLLMGeneration, "_iter_named_params", no_stream)
+    config = LoraConfig(r=4, target_modules="all-linear", use_rslora=rslora)
+    engine = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 8}
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of(tiny_model, tmp_path, config, correction="tis", max_steps=3, rollout_engine_kwargs=engine)
+        trainer.train()
+        generation = trainer.vllm_generation
+        stale = generation.probe()
+        generation.sync_weights()
+        ours, theirs = generation.probe()
+    assert not messages(caplog)
+    assert (stale[0] - stale[1]).abs().mean() > 1e-2 and (ours - theirs).abs().mean() < 2e-5
+    assert generation.llm.llm_engine.list_loras() == {4}
+
+
+def test_an_engine_that_takes_adapters_needs_one(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="enable_lora.*the model has none"):
+        trainer_of(tiny_model, tmp_path, rollout_engine_kwargs={"dtype": "float32", "enable_lora": True})

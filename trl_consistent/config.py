@@ -213,7 +213,8 @@ class ConsistentGRPOConfig(GRPOConfig):
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
             Further arguments of `vllm.LLM` in colocate mode, for example `{"dtype": "float32", "enforce_eager": true}`.
             TRL passes no dtype: a float32 model is rolled out in bfloat16 unless this says otherwise. On CPU
-            `enforce_eager` defaults to `True` (compiling takes minutes there).
+            `enforce_eager` defaults to `True` (compiling takes minutes there). With `{"enable_lora": true}` (and
+            `max_lora_rank` for ranks above 16), weight syncs send the LoRA adapter instead of merged weights.
         rollout_precision (`str`, *optional*, defaults to `"engine"`):
             `"match"` gives the engine the dtype the trainer computes in (mixed precision counts); `"fp16"` (with loss
             scaling), `"bf16"` and `"fp32"` set both sides, `fp16` and `bf16` included. `"engine"` leaves both alone. Without
@@ -228,8 +229,9 @@ class ConsistentGRPOConfig(GRPOConfig):
             `"warn"` prints it, `"strict"` refuses to train with it, `"off"` does not look.
         rollout_verify_sync (`str`, *optional*, defaults to `"every"`):
             When to check that the rollout engine holds the trainer's weights: `"off"`, after the `"first"` weight sync,
-            or after `"every"` one and before each generation. Names and checksums of all tensors, and a short prompt
-            scored by both sides, are compared. Weights that did not arrive raise; stale ones are synced, with a warning.
+            or after `"every"` one and before each generation. Compared are names and checksums of all tensors and, at
+            first and where these do not suffice, a short prompt scored by both sides. Weights that did not arrive raise;
+            stale ones are synced, with a warning.
         rollout_support (`str`, *optional*, defaults to `"off"`):
             `"recompute"` lets the trainer's log-probs (current, old and those of the reference) and entropies follow
             `top_p`, `top_k`, `min_p`, `repetition_penalty` and, in `generation_kwargs`, `presence_penalty` and

@@ -90,8 +90,10 @@ class SyncLedger:
         with _compat.substituted(model, load_weights=load_weights):
             yield
 
-    def check(self, model: Any, plain: bool) -> None:
+    def check(self, model: Any, plain: bool) -> bool:
         """Raises [`WeightSyncError`] if a tensor did not arrive; call it when the sync is over.
+
+        Returns whether every tensor was found in the engine bit by bit (in whatever order).
 
         Args:
             model (`torch.nn.Module`): The engine's.
@@ -106,7 +108,7 @@ class SyncLedger:
                 "or the trainer's model has changed since the first sync."
             )
         if None in self._loaded.values():
-            return  # a model that does not say what it loads
+            return False  # a model that does not say what it loads
         if lost := {name for name, targets in self._loaded.items() if not targets}:
             raise WeightSyncError(
                 f"The rollout engine loaded nothing from {named(lost)}: it does not know the name (its architecture or "
@@ -120,7 +122,7 @@ class SyncLedger:
                 "they keep the values that the engine loaded."
             )
         if not plain:
-            return
+            return False
         apart = self._unclear | self._transformed
         compared = {name: int(total) for name, total in self._expected.items() if name not in apart}
         self.engine = checksums((name, parameters[name]) for name in compared)
@@ -135,6 +137,7 @@ class SyncLedger:
             logger.warning(
                 f"The rollout engine changes {named(wrong)} as it loads them: their syncs are checked by the probe only."
             )
+        return not apart and not wrong
 
     def overwritten(self, model: Any) -> set[str]:
         """Names of the engine's parameters that hold something else than after the last sync."""

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import logging
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,11 +189,13 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
     def __init__(self, *args: Any, config: Any, **kwargs: Any):
         self.config = config
+        self.engine_kwargs: dict[str, Any] = option(config, "rollout_engine_kwargs") or {}
         self._sync_check: SyncCheck | None = None
         self._syncs_to_verify = {"off": 0.0, "first": 1.0, "every": math.inf}[option(config, "rollout_verify_sync")]
         self._ledger = SyncLedger()
         self._synced: dict[str, int] = {}  # checksums of the trained tensors at the last sync
         self._told_to_merge_in_place = False
+        self._adapter: Any = None  # the request for it, where the engine takes adapters as they are
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -214,6 +218,11 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         plain = _compat.plain_cpu_weights() if self._on_cpu else contextlib.nullcontext()
         with plain, _compat.engine_class_replaced(wrap):
             super()._init_vllm()
+        if self._sends_adapter and not is_peft_model(self.model):
+            raise ValueError(
+                "`rollout_engine_kwargs={'enable_lora': True}` sends adapters to the engine, and the model has none: remove "
+                "it, or give a `peft_config`."
+            )
         if torch.get_num_threads() < threads:
             from .environment import cpu_variables
 
@@ -225,8 +234,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
     def _engine_arguments(self) -> dict[str, Any]:
         """What `vllm.LLM` gets beyond what TRL gives it."""
-        given = option(self.config, "rollout_engine_kwargs") or {}
-        trainer = compute_dtype(self.model, self.accelerator.mixed_precision)
+        given, trainer = self.engine_kwargs, compute_dtype(self.model, self.accelerator.mixed_precision)
         precision = engine_arguments(
             option(self.config, "rollout_precision"), option(self.config, "rollout_fp32_lm_head"), trainer
         )
@@ -288,27 +296,28 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         """TRL's sync, then what a CPU engine needs on top, then the checks."""
         if self.mode == "server":
             return persistently(self._sync_server)
-        if not self._verifies():
-            super().sync_weights()
-            return self._repack()
-        engine = _compat.engine_model(self.llm)
-        with self._ledger.recording(engine):
-            super().sync_weights()
-        self._repack()
-        unquantized = self.llm.llm_engine.model_config.quantization is None
-        self._ledger.check(engine, plain=unquantized and self.tensor_parallel_size == 1)
-        self._verify_sync()
+        verifies, engine = self._verifies(), _compat.engine_model(self.llm)
+        if self._sends_adapter:
+            self._send_adapter()
+        else:
+            with self._ledger.recording(engine) if verifies else contextlib.nullcontext():
+                super().sync_weights()
+        repacked = _compat.repack_cpu_experts(engine) if self._on_cpu else 0
+        if not verifies:
+            return
+        exact = False
+        if not self._sends_adapter:
+            unquantized = self.llm.llm_engine.model_config.quantization is None
+            exact = self._ledger.check(engine, plain=unquantized and self.tensor_parallel_size == 1)
+        # Checksums do not see the order of elements, which is settled at load, unless something is packed at each sync.
+        self._verify_sync(probes=self._sync_check is None or bool(repacked) or not exact)
 
     def _sync_server(self) -> None:
         verifies = self._verifies()
         with errors_on_all_ranks():
             super().sync_weights()
             if verifies:
-                self._verify_sync()
-
-    def _repack(self) -> None:
-        if self._on_cpu:
-            _compat.repack_cpu_experts(_compat.engine_model(self.llm))
+                self._verify_sync(probes=self.accelerator.is_main_process)
 
     def _verifies(self) -> bool:
         """Whether to check this sync; counts it."""
@@ -316,19 +325,47 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         self._syncs_to_verify -= verifies
         return verifies
 
-    def _verify_sync(self) -> None:
+    def _verify_sync(self, probes: bool) -> None:
         if self._merges_aside and (lost := left_out(self.model)):
             raise WeightSyncError(
                 f"No weight sync carries the trainable {named(lost)}: merging the active adapter does not take them in."
             )
         if self._syncs_to_verify == math.inf and not self._sharded:
             self._synced = checksums(self._trained())
-        if self._can_probe() and (self.mode == "colocate" or self.accelerator.is_main_process):
+        if probes and self._can_probe():
             if self._sync_check is None:
                 dtypes = {str(self._engine_config("dtype")), str(next(self.model.parameters()).dtype)}
                 float32 = dtypes == {"torch.float32"} and self.accelerator.mixed_precision == "no"
                 self._sync_check = SyncCheck(float32)
             self._sync_check(*self.probe())
+
+    @property
+    def _sends_adapter(self) -> bool:
+        return self.mode == "colocate" and bool(self.engine_kwargs.get("enable_lora"))
+
+    def _send_adapter(self) -> None:
+        """Hands the active adapter to the engine, which adds it to its base weights as it computes; what vLLM does not
+        support (DoRA, `modules_to_save`) it refuses."""
+        from vllm.lora.request import LoRARequest
+
+        if self.enable_sleep_mode:
+            raise ValueError("`rollout_engine_kwargs={'enable_lora': True}` needs `vllm_enable_sleep_mode=False`.")
+        (name,) = self.model.active_adapters
+        before, number = self._adapter, 1 if self._adapter is None else self._adapter.lora_int_id + 1
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.save_pretrained(folder, selected_adapters=[name], save_embedding_layers=False)
+            path = folder if name == "default" else os.path.join(folder, name)
+            self._adapter = LoRARequest(f"sync-{number}", number, path)
+            if before is not None:
+                self.llm.llm_engine.remove_lora(before.lora_int_id)
+            self.llm.llm_engine.add_lora(self._adapter)
+        self.llm.reset_prefix_cache()
+
+    def _with_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block, the engine generates with the adapter it was sent, if any."""
+        if self._adapter is None:
+            return contextlib.nullcontext()
+        return _compat.substituted(self.llm, generate=functools.partial(self.llm.generate, lora_request=self._adapter))
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's generate, from current weights, with the sampled token's log-prob first at every position."""
@@ -336,7 +373,8 @@ class ConsistentVLLMGeneration(VLLMGeneration):
             logger.warning(f"The rollout engine was about to sample from other weights than the trainer's: {reason}.")
             self.sync_weights()
         generate = functools.partial(super().generate, *args, **kwargs)
-        prompt_ids, completion_ids, logprobs, token_ids = persistently(generate, again=self.sync_weights)
+        with self._with_adapter():
+            prompt_ids, completion_ids, logprobs, token_ids = persistently(generate, again=self.sync_weights)
         if logprobs is not None and token_ids is not None and "logprobs" in self.generation_kwargs:
             logprobs = sampled_token_first(completion_ids, logprobs, token_ids)
         return prompt_ids, completion_ids, logprobs, token_ids
@@ -419,7 +457,8 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        output = self.llm.generate([{"prompt_token_ids": ids}], sampling_params=parameters, use_tqdm=False)[0]
+        with self._with_adapter():
+            output = self.llm.generate([{"prompt_token_ids": ids}], sampling_params=parameters, use_tqdm=False)[0]
         return torch.tensor(
             [reported[token].logprob for token, reported in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
         )
