@@ -337,6 +337,8 @@ def test_a_server_that_stays_away_ends_training_with_a_whole_checkpoint(server, 
             for index, pair in enumerate(named_tensors):
                 if index == 3 and len(updates) == 4:  # after the introduction and two syncs, in the third
                     server.kill()
+                    while True:  # more than fits into the buffers of a connection
+                        yield pair
                 yield pair
 
         updates.append(1)
