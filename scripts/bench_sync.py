@@ -62,11 +62,11 @@ def peak(call) -> float:
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
+    events = profile.profiler.kineto_results.events()
     taken = most = 0
-    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
-        if event.name == "[memory]":
-            taken += event.cpu_memory_usage
-            most = max(most, taken)
+    for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        taken += change
+        most = max(most, taken)
     return most / 2**20
 
 
