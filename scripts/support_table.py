@@ -32,11 +32,11 @@ def measure(arguments: argparse.Namespace) -> None:
     from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer
     from trl_consistent.support import Sampling
 
-    questions = [f"What is {a} plus {b}? Explain." for a in range(10) for b in range(10)]
+    questions = [f"Why is {a} plus {b} not {a + b + 1}? Explain." for a in range(10) for b in range(10)]
     with tempfile.TemporaryDirectory() as output:
         trainer = ConsistentGRPOTrainer(
             model=str(cached("SmolLM2-135M-Instruct", build_smollm2)),
-            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            reward_funcs=lambda completions, **_: [float(len(turns[0]["content"])) for turns in completions],
             args=ConsistentGRPOConfig(
                 output,
                 per_device_train_batch_size=8,
@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 report_to="none",
                 activation_checkpointing=False,
             ),
-            train_dataset=Dataset.from_dict({"prompt": questions}),
+            train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in questions]}),
         )
     trainer.model.train()
     rows = [trainer.train_dataset[index // 8] for index in range(arguments.completions)]
