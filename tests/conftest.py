@@ -2,8 +2,13 @@
 """Shapes in signatures are enforced while tests run; models are built from a config, tokenizers trained here."""
 
 import os
+import socket
 
 
+# TRL would take port 29500, and so would the next one who runs tests here.
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 # Before torch: a CPU engine in this process must not take its threads (see rollout/environment.py).
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

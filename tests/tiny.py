@@ -85,7 +85,7 @@ class SyntheticGeneration:
 
     def __init__(self, model, accelerator, processing_class, **kwargs):
         self.model, self.accelerator, self.processing_class = model, accelerator, processing_class
-        asked = {**kwargs, **(kwargs["generation_kwargs"] or {})}
+        asked = {**kwargs, **(kwargs.get("generation_kwargs") or {})}
         steps = [
             (RepetitionPenaltyLogitsProcessor, "repetition_penalty", 1.0),
             (TemperatureLogitsWarper, "temperature", None),
@@ -93,7 +93,9 @@ class SyntheticGeneration:
             (TopKLogitsWarper, "top_k", 0),
             (TopPLogitsWarper, "top_p", 1.0),
         ]
-        self.processors = LogitsProcessorList(step(asked[name]) for step, name, off in steps if asked[name] != off)
+        self.processors = LogitsProcessorList(
+            step(asked[name]) for step, name, off in steps if asked.get(name, off) != off
+        )
         self.max_completion_length = kwargs["max_completion_length"]
         self.generator = torch.Generator().manual_seed(1234 + accelerator.process_index)
 
