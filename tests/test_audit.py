@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each finding of the audit has a setup that plants it and one that clears it; precision asked for is precision got."""
 
+import ast
+import inspect
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_consistent import ConsistentGRPOTrainer
-from trl_consistent.rollout.audit import CHECKS, EngineSettings, Finding, audit, report, table
+from trl_consistent.rollout import audit as audit_module
+from trl_consistent.rollout.audit import EngineSettings, Finding, audit, report, table
 from trl_consistent.rollout.precision import (
     check_deterministic,
     check_precision,
@@ -21,6 +26,7 @@ from trl_consistent.rollout.precision import (
 )
 
 from .test_config import config
+from .tiny import SyntheticGeneration
 from .training import build, synthetic_engine, train
 
 
@@ -68,6 +74,10 @@ PLANTED = {
     "raw-logprobs": ({"engine": engine(logprobs_mode="raw_logprobs")}, {}),
     "temperature": ({"generation_kwargs": {"temperature": 0.7}}, {"temperature": 0.7}),
     "reshaped-sampling": ({"top_p": 0.8}, {"top_p": 0.8, "rollout_support": "recompute"}),
+    "reshaped-sampling of transformers": (
+        {"use_vllm": False, "generation_kwargs": {"typical_p": 0.5}},
+        {"use_vllm": False, "generation_kwargs": {"presence_penalty": 0.5}},  # which transformers does not know
+    ),
     "reshaped-sampling by a bias": (
         {"generation_kwargs": {"logit_bias": {3: 1.0}}},
         {"generation_kwargs": {"seed": 3}},
@@ -181,12 +191,12 @@ def test_plain_prompts_for_a_model_that_chats_are_found(tiny_model, tmp_path):
     assert "chat-template" in found(tiny_model, tmp_path, inputs=inputs, rows=conversation, prepare=rendered_otherwise)
 
 
-def test_every_check_has_a_case():
+def test_every_code_has_a_case():
     here = {case.split(" ")[0] for case in PLANTED}
     here |= {"quantized-base", "moe-routing", "absolute-positions", "bos", "chat-template"}
-    names = [name for check in CHECKS for name in check.__code__.co_consts if isinstance(name, str)]
-    codes = {name for name in names if name in here}
-    assert codes == here and len(CHECKS) == len(here) - 3, "three checks have two codes"
+    calls = [n for n in ast.walk(ast.parse(inspect.getsource(audit_module))) if isinstance(n, ast.Call)]
+    findings = [call for call in calls if getattr(call.func, "id", "") == "Finding"]
+    assert {call.args[0].value for call in findings} == here
 
 
 def test_findings_are_printed_once_and_strictness_refuses_them(tiny_model, tmp_path, caplog):
@@ -220,11 +230,69 @@ def test_the_table_fits_a_terminal_and_puts_warnings_first():
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
+def mixing(precision, native_amp=True, distributed="NO"):
+    kind = SimpleNamespace(value=distributed)
+    return SimpleNamespace(mixed_precision=precision, native_amp=native_amp, distributed_type=kind)
+
+
 def test_the_dtype_of_a_trainer_is_that_of_its_mixed_precision_or_else_of_its_weights(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    assert compute_dtype(model, "no") == torch.bfloat16
-    assert compute_dtype(model, "fp16") == torch.float16
-    assert compute_dtype(model.float(), "no") == torch.float32
+    assert compute_dtype(model, mixing("no")) == torch.bfloat16
+    assert compute_dtype(model, mixing("fp16")) == torch.float16
+    assert compute_dtype(model.float(), mixing("no")) == torch.float32
+    assert compute_dtype(model, mixing("fp16", native_amp=False)) == torch.float32, "accelerate ignores it on a CPU"
+    assert compute_dtype(model, mixing("bf16", native_amp=False, distributed="DEEPSPEED")) == torch.bfloat16
+
+
+def test_a_wider_head_is_not_what_the_layers_compute_in(tied_model, tmp_path):
+    options = {"model_init_kwargs": {"dtype": "bfloat16"}, "rollout_fp32_lm_head": True}
+    with synthetic_engine():
+        trainer = build(ConsistentGRPOTrainer, tied_model, tmp_path, **options)
+    assert next(trainer.model.parameters()).dtype == torch.float32, "of the embedding, tied to the head"
+    assert compute_dtype(trainer.model, trainer.accelerator) == torch.bfloat16
+    with synthetic_engine(), pytest.raises(ValueError, match="the trainer computes in torch.bfloat16"):
+        build(ConsistentGRPOTrainer, tied_model, tmp_path, **options, rollout_precision="fp32", bf16=None)
+
+
+def test_float16_is_refused_where_accelerate_ignores_it(tiny_model, tmp_path):
+    with synthetic_engine(), pytest.raises(ValueError, match="'fp16'.*computes in torch.float32.*float16 on a CPU"):
+        build(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_precision="fp16", bf16=None)
+
+
+def test_a_head_in_float32_is_one_in_generate_under_mixed_precision_too(tiny_model, tmp_path):
+    options = {"use_vllm": False, "bf16": True, "max_steps": 1}
+    trainer_only, both = (
+        train(ConsistentGRPOTrainer, tiny_model, tmp_path, **{name: True}, **options)
+        for name in ("cast_lm_head_to_fp32", "rollout_fp32_lm_head")
+    )
+    found = [{f.code for f in audit(k.trainer, k.trainer._engine_settings)} for k in (trainer_only, both)]
+    assert found == [{"fp32-head", "bfloat16-twice"}, {"bfloat16-twice"}]
+    gaps = [keep.logs[0]["mismatch/abs_diff/mean"] for keep in (trainer_only, both)]
+    assert gaps[1] < 0.9 * gaps[0]
+
+
+def test_a_server_s_head_must_be_what_was_asked_for(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(SyntheticGeneration, "settings", engine(head_dtype=torch.bfloat16), raising=False)
+    with synthetic_engine(), pytest.raises(ValueError, match="rollout_fp32_lm_head.*--hf-overrides"):
+        build(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_fp32_lm_head=True)
+
+
+@pytest.mark.parametrize("rows", ["streaming", "images", "no prompt", "transformed"])
+def test_training_data_that_cannot_be_looked_at_is_left_alone(tiny_model, tmp_path, rows):
+    tokenizer, calls = with_bos(tiny_model, 2), []
+    plain = Dataset.from_list([{"prompt": "one two"}] * 8)
+    data = {
+        "streaming": IterableDataset.from_generator(lambda: iter([{"prompt": "one two"}] * 8)),
+        "images": plain.add_column("images", [[] for _ in range(8)]),
+        "no prompt": plain.rename_column("prompt", "question"),
+        "transformed": plain.with_transform(lambda batch: calls.append(1) or batch),
+    }[rows]
+
+    def prepare(trainer):
+        trainer.train_dataset = data
+
+    codes = found(tiny_model, tmp_path, inputs={"processing_class": tokenizer}, prepare=prepare)
+    assert ("bos" in codes) == (rows == "transformed") and not calls
 
 
 def test_engine_arguments_follow_the_trainer():
@@ -253,6 +321,11 @@ def test_a_precision_does_not_contradict_what_is_set(tmp_path):
         config(tmp_path, rollout_precision="bf16", fp16=True, bf16=None)
     with pytest.raises(ValueError, match="contradicts `rollout_engine_kwargs="):
         config(tmp_path, use_vllm=True, rollout_precision="match", rollout_engine_kwargs={"dtype": "float32"})
+    with pytest.raises(ValueError, match="contradicts `rollout_engine_kwargs="):  # as on the command line
+        config(tmp_path, use_vllm=True, rollout_precision="match", rollout_engine_kwargs='{"dtype": "float32"}')
+    overrides = {"hf_overrides": {"head_dtype": "bfloat16"}}
+    with pytest.raises(ValueError, match="`rollout_fp32_lm_head=True`.*contradicts"):
+        config(tmp_path, use_vllm=True, rollout_fp32_lm_head=True, rollout_engine_kwargs=overrides)
     with pytest.raises(ValueError, match="`rollout_precision` is 'fp8'"):
         config(tmp_path, rollout_precision="fp8")
 
@@ -282,7 +355,10 @@ def test_determinism_is_refused_where_there_is_none(tiny_model, tmp_path, monkey
         check_deterministic(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     check_deterministic(torch.device("cuda"))
-    assert config(tmp_path, rollout_deterministic=True).full_determinism
+    assert config(tmp_path, rollout_deterministic=True, use_vllm=True).full_determinism
+    for elsewhere in ({}, {"use_vllm": True, "vllm_mode": "server"}):
+        with pytest.raises(ValueError, match="is for a colocated vLLM.*VLLM_BATCH_INVARIANT=1"):
+            config(tmp_path, rollout_deterministic=True, **elsewhere)
 
 
 def test_adapters_decode_in_the_trainer_s_precision_when_asked_to(tiny_model, tmp_path):

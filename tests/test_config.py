@@ -345,7 +345,10 @@ def test_support_takes_what_it_follows_from_where_the_engine_takes_it(tmp_path):
     )
     expected = {"top_p": 0.8, "presence_penalty": 0.5}
     assert sampling_of(args, "vllm") == Sampling(**expected)
-    assert sampling_of(args, "transformers") == Sampling(**expected, order=("top_k", "top_p", "min_p"))
+    # transformers has no presence penalty
+    assert sampling_of(args, "transformers") == Sampling(top_p=0.8, order=("top_k", "top_p", "min_p"))
+    batches = {"top_p": 0.8, "repetition_penalty": 1.2}  # which continuous batching drops
+    assert sampling_of(config(tmp_path, **batches), "continuous_batching").repetition_penalty == 1.0
     assert sampling_of(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), "vllm") == Sampling()
 
 

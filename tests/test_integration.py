@@ -244,3 +244,21 @@ def test_a_head_in_float32_is_one_on_both_sides(fixture, tmp_path, request):
     assert torch.equal(head.compute_logits(hidden), hidden.float() @ weight.bfloat16().float().T)
     for log in both.logs[:2]:
         assert 1e-4 < log["mismatch/abs_diff/mean"] < 0.1
+
+
+def test_a_check_that_failed_is_not_the_first_one(tiny_model, tmp_path, monkeypatch):
+    trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_verify_sync="first", **ENGINE)
+    generation, probed = trainer.vllm_generation, []
+
+    def probe(self, probe=ConsistentVLLMGeneration.probe):
+        probed.append(len(probed))
+        if len(probed) == 1:
+            raise ConnectionError
+        return probe(self)
+
+    monkeypatch.setattr(ConsistentVLLMGeneration, "probe", probe)
+    with pytest.raises(ConnectionError):
+        generation.sync_weights()
+    generation.sync_weights()
+    generation.sync_weights()
+    assert probed == [0, 1]

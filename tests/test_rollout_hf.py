@@ -13,7 +13,7 @@ from trl.trainer import grpo_trainer
 from trl_consistent import ConsistentGRPOTrainer
 from trl_consistent.rollout.hf import BatchedLogprobs, SampledLogprobs, captured
 
-from .training import GRPOTrainer, assert_same_training, train
+from .training import GRPOTrainer, assert_same_training, build, train
 
 
 ENGINES = pytest.mark.parametrize(
@@ -239,3 +239,21 @@ def test_the_tool_loop_of_trl_keeps_working(tiny_model, tmp_path, engine, monkey
         lp < 0 for row, mask in zip(logps, tool_mask, strict=True) for lp, m in zip(row, mask, strict=True) if m
     )
     assert keep.logs[0]["mismatch/abs_diff/max"] < 1e-4
+
+
+def test_an_evaluation_stays_one_after_continuous_batching(tiny_model, tmp_path):
+    # TRL's branch ends in `train()`, and what is computed in the loss would take the next batch for a training one
+    options = {"use_vllm": False, "use_transformers_continuous_batching": True, "correction": "tis"}
+    trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
+    trainer.model.eval()
+    trainer._generate_single_turn([[3, 4]] * 4, None, {}, 4)
+    assert not trainer.model.training
+
+
+def test_continuous_batching_drops_these_processors():
+    from transformers.generation import logits_process
+
+    for name in ("RepetitionPenalty", "MinLength", "MinNewTokensLength"):
+        assert getattr(logits_process, f"{name}LogitsProcessor").supports_continuous_batching is False
+    for name in ("TopP", "TopK"):
+        assert getattr(logits_process, f"{name}LogitsWarper").supports_continuous_batching

@@ -16,6 +16,7 @@ from peft import (
     LoraConfig,
     PeftModel,
     PromptTuningConfig,
+    VeraConfig,
     get_peft_model,
 )
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -460,3 +461,20 @@ def test_what_cannot_be_merged_aside_is_streamed_as_trl_does_and_said_once(base,
     assert [record.message[:51] for record in caplog.records] == [
         "Weight syncs merge the adapters into the base weigh"
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "splits"),
+    [
+        (LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), True),
+        (VeraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), False),
+    ],
+    ids=["lora", "vera"],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:.*ensure_weight_tying")
+def test_an_engine_is_untied_only_where_the_stream_fills_both(config, splits, tied_model):
+    # what cannot be merged aside goes TRL's way, which streams a tied weight once
+    generation = object.__new__(ConsistentVLLMGeneration)
+    generation.model = get_peft_model(AutoModelForCausalLM.from_pretrained(tied_model), config)
+    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False)
+    assert generation._splits_tied_weights is splits

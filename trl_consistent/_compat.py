@@ -69,17 +69,23 @@ def text_tokenizer(trainer: Any) -> Any:
 
 
 def first_prompt(trainer: Any) -> Any:
-    """The first prompt of the training data; `None` where looking at it would consume it."""
+    """The first prompt of the training data; `None` where looking at it would consume it, call a transform, or need more
+    than the prompt (images, an environment)."""
+    from datasets import Dataset
+
     dataset = trainer.train_dataset
-    return dataset[0]["prompt"] if hasattr(dataset, "__getitem__") and len(dataset) else None
+    if not isinstance(dataset, Dataset) or not len(dataset) or trainer.environment_factories is not None:
+        return None
+    columns = set(dataset.column_names)
+    if "prompt" not in columns or columns & {"image", "images"}:
+        return None
+    return dataset.with_format(None)[0]["prompt"]
 
 
 def first_prompt_ids(trainer: Any) -> list[int]:
     """The ids that TRL makes of the first prompt; empty where it cannot be looked at."""
     prompt = first_prompt(trainer)
-    if prompt is None or trainer.environment_factories is not None:
-        return []
-    return list(trainer._tokenize_prompts([copy.deepcopy(prompt)])[0][0])
+    return [] if prompt is None else list(trainer._tokenize_prompts([prompt])[0][0])
 
 
 def group_advantages(rewards: Any, num_generations: int, scale_rewards: str) -> Any:
@@ -245,10 +251,12 @@ def client_class_replaced(replacement: Callable[..., Any]) -> contextlib.Abstrac
 
 def save_checkpoint(trainer: Any) -> str:
     """Saves a checkpoint now, as transformers does between steps, unless this step has one; returns where it is."""
+    from accelerate.utils import broadcast_object_list
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     path = os.path.join(trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
-    if not os.path.isdir(path):
+    [is_there] = broadcast_object_list([os.path.isdir(path)])  # rank 0 says, for all take part
+    if not is_there:
         trainer._save_checkpoint(trainer.model, trial=None)
     return path
 

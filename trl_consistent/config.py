@@ -42,22 +42,45 @@ _ENGINE_KEYS_OF_TRL = {
     "distributed_executor_backend": "TRL runs the engine inside the launcher's processes",
 }
 
-# Settings that change the sampled distribution without the trainer's log-probs following, with their neutral values.
-_RESHAPING: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
-    "vllm_structured_outputs_regex": (None,),
+# What each engine reshapes the model's distribution by, besides the temperature, with the neutral values.
+_TRUNCATIONS: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+_RESHAPING: dict[str, dict[str, tuple[Any, ...]]] = {
+    "vllm": {
+        **_TRUNCATIONS,
+        "repetition_penalty": (None, 1.0),
+        "presence_penalty": (None, 0.0),
+        "frequency_penalty": (None, 0.0),
+        "min_tokens": (None, 0),
+        "logit_bias": (None, {}),
+        "bad_words": (None, []),
+        "allowed_token_ids": (None,),
+        "structured_outputs": (None,),
+        "vllm_structured_outputs_regex": (None,),
+    },
+    "transformers": {
+        **_TRUNCATIONS,
+        "repetition_penalty": (None, 1.0),
+        "typical_p": (None, 1.0),
+        "epsilon_cutoff": (None, 0.0),
+        "eta_cutoff": (None, 0.0),
+        "top_h": (None,),
+        "min_new_tokens": (None, 0),
+        "min_length": (None, 0),
+        "no_repeat_ngram_size": (None, 0),
+        "suppress_tokens": (None, []),
+        "begin_suppress_tokens": (None, []),
+        "bad_words_ids": (None, []),
+        "sequence_bias": (None, {}),
+        "exponential_decay_length_penalty": (None,),
+        "guidance_scale": (None, 1.0),
+        "watermarking_config": (None,),
+    },
 }
-# Those that `rollout_support='recompute'` makes them follow.
-FOLLOWED = tuple(name for name in Sampling.__dataclass_fields__ if name in _RESHAPING)
+# transformers drops these processors when it batches continuously
+_DROPPED = ("repetition_penalty", "min_length", "min_new_tokens")
+_RESHAPING["continuous_batching"] = {k: v for k, v in _RESHAPING["transformers"].items() if k not in _DROPPED}
+FOLLOWED = tuple(name for name in Sampling.__dataclass_fields__ if name != "order")
+"""What `rollout_support="recompute"` makes the trainer follow, where the engine has it."""
 
 
 def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -76,19 +99,27 @@ def setting(args: Any, name: str) -> Any:
     return (args.generation_kwargs or {}).get(name, getattr(args, name, None))
 
 
+def engine_of(args: Any) -> str:
+    """Which engine a config asks for, a key of `ORDERS`."""
+    batches = args.use_transformers_continuous_batching
+    return "vllm" if args.use_vllm else "continuous_batching" if batches else "transformers"
+
+
+def _reshaping(args: Any, engine: str) -> dict[str, Any]:
+    asked = {name: (setting(args, name), neutral) for name, neutral in _RESHAPING[engine].items()}
+    return {name: value for name, (value, neutral) in asked.items() if value not in neutral}
+
+
 def sampling_of(args: Any, engine: str) -> Sampling:
     """The settings, beyond the temperature, by which `engine` (a key of `ORDERS`) reshapes the model's distribution."""
-    asked = {name: setting(args, name) for name in FOLLOWED}
-    return Sampling(
-        **{name: value for name, value in asked.items() if value not in _RESHAPING[name]}, order=ORDERS[engine]
-    )
+    changes = {name: value for name, value in _reshaping(args, engine).items() if name in FOLLOWED}
+    return Sampling(**changes, order=ORDERS[engine])
 
 
 def unfollowed_sampling(args: Any) -> dict[str, Any]:
     """Settings that reshape what the engine samples from, and that the trainer's log-probs do not follow."""
-    asked = {name: setting(args, name) for name in _RESHAPING}
     followed = FOLLOWED if option(args, "rollout_support") == "recompute" else ()
-    changes = {n: v for n, v in asked.items() if v not in _RESHAPING[n] and n not in followed}
+    changes = {name: value for name, value in _reshaping(args, engine_of(args)).items() if name not in followed}
     temperature = setting(args, "temperature")
     return changes if temperature == args.temperature else {"temperature": temperature} | changes
 
@@ -401,6 +432,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         for name in ("correction_rejections", "correction_trust_regions", "rollout_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):  # TRL has parsed it if it was a JSON object
                 raise ValueError(f"`{name}` must be a JSON object, got {getattr(self, name)!r}.")
+        self._check_engine_options()
         one_of("correction_normalize", self.correction_normalize, NORMALIZATIONS)
         correction = correction_of(self)  # checks the bounds
         if correction is None or self.correction == "none":
@@ -442,16 +474,29 @@ class ConsistentGRPOConfig(GRPOConfig):
                         "one of the two."
                     )
                 setattr(self, name, wanted)
-        engine = self.rollout_engine_kwargs if isinstance(self.rollout_engine_kwargs, dict) else {}
-        if self.rollout_precision != "engine" and "dtype" in engine:
-            raise ValueError(
-                f"`rollout_precision={self.rollout_precision!r}` sets the engine's dtype, which contradicts "
-                f"`rollout_engine_kwargs={engine!r}`. Set one of the two."
-            )
         if self.rollout_fp32_lm_head:
             self.cast_lm_head_to_fp32 = True
         if self.rollout_deterministic:
             self.full_determinism = True
+
+    def _check_engine_options(self) -> None:
+        """Refuses options that contradict `rollout_engine_kwargs`, or that this engine cannot have."""
+        given: Any = self.rollout_engine_kwargs or {}
+        head = (given.get("hf_overrides") or {}).get("head_dtype")
+        for name, says, contradicts in (
+            ("rollout_precision", self.rollout_precision != "engine", "dtype" in given),
+            ("rollout_fp32_lm_head", self.rollout_fp32_lm_head, head not in (None, "float32")),
+        ):
+            if says and contradicts:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` sets the engine's dtype, which contradicts "
+                    f"`rollout_engine_kwargs={given!r}`. Set one of the two."
+                )
+        if self.rollout_deterministic and not (self.use_vllm and self.vllm_mode == "colocate"):
+            raise ValueError(
+                "`rollout_deterministic=True` is for a colocated vLLM (`use_vllm=True`, `vllm_mode='colocate'`). For a server, set "
+                "`full_determinism=True` here and start it with `VLLM_BATCH_INVARIANT=1`."
+            )
 
     def _check_loss(self, correction: Correction) -> None:
         """Refuses corrections that the loss cannot take."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-ORDERS = {"vllm": ("min_p", "top_k", "top_p"), "transformers": ("top_k", "top_p", "min_p")}
+_TRANSFORMERS = ("top_k", "top_p", "min_p")
+ORDERS = {"vllm": ("min_p", "top_k", "top_p"), "transformers": _TRANSFORMERS, "continuous_batching": _TRANSFORMERS}
 """What each engine truncates by, in its order: top-p looks at the mass that is left by then. Penalties come first, then
 the temperature."""
 

@@ -31,7 +31,7 @@ from .calibration import (
     noise_statistics,
 )
 from .callbacks import MismatchLRCallback, ReferenceResetCallback
-from .config import correction_of, option, sampling_of
+from .config import correction_of, engine_of, option, sampling_of
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
 from .loss import (
@@ -56,7 +56,13 @@ from .metrics import (
 from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
 from .rollout.audit import EngineSettings, audit, report
 from .rollout.hf import captured
-from .rollout.precision import check_deterministic, check_precision, compute_dtype
+from .rollout.precision import (
+    check_deterministic,
+    check_precision,
+    compute_dtype,
+    float32_head,
+    weights_dtype,
+)
 from .rollout.server import ServerDownError
 from .rollout.vllm import INSTALL, check_completions, check_logprobs_mode, consistent_generation
 from .support import RestrictedHead, Sampling
@@ -198,7 +204,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def _check_engine(self, relies: bool) -> None:
         """Refuses an engine that is not what was asked for, and says what else makes it disagree with the trainer."""
         engine, precision = self._engine_settings, option(self.args, "rollout_precision")
-        check_precision(precision, compute_dtype(self.model, self.accelerator.mixed_precision), engine.dtype)
+        check_precision(precision, compute_dtype(self.model, self.accelerator), engine.dtype)
+        if option(self.args, "rollout_fp32_lm_head") and engine.head_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"`rollout_fp32_lm_head=True`, but the head of the rollout engine computes in {engine.head_dtype}. Restart the "
+                """vLLM server with `--hf-overrides '{"head_dtype": "float32"}'`."""
+            )
         if relies:
             check_logprobs_mode(engine.logprobs_mode)
         if (audited := option(self.args, "rollout_audit")) == "off":
@@ -216,8 +227,11 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         # accelerate puts mixed precision around the forward of the model it was given, not of what adapters wrap
         escapes = is_peft_model(self.model) and not self.use_transformers_continuous_batching
         follows = not escapes or option(self.args, "rollout_precision") != "engine"
-        dtype = compute_dtype(self.model, self.accelerator.mixed_precision if follows else "no")
-        return EngineSettings(dtype=dtype, head_dtype=torch.float32 if self.args.cast_lm_head_to_fp32 else dtype)
+        dtype = compute_dtype(self.model, self.accelerator) if follows else weights_dtype(self.model)
+        widened = self.args.cast_lm_head_to_fp32 and (
+            option(self.args, "rollout_fp32_lm_head") or dtype == weights_dtype(self.model)
+        )
+        return EngineSettings(dtype=dtype, head_dtype=torch.float32 if widened else dtype)
 
     def _source_of_old_logprobs(self) -> str:
         """`recompute` (TRL's rule), `reuse` or `rollout`; speaks up, once, where `auto` would have liked to reuse."""
@@ -253,8 +267,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     def _sampling_to_follow(self) -> Sampling | None:
         """What the trainer's log-probs are to follow; `None` where the engine samples from the model's distribution."""
-        own = not self.use_vllm and self.rollout_func is None
-        sampling = sampling_of(self.args, "transformers" if own else "vllm")
+        sampling = sampling_of(self.args, "vllm" if self.rollout_func is not None else engine_of(self.args))
         if sampling.counts_outputs and self.tools:
             raise ValueError(
                 "`presence_penalty` and `frequency_penalty` count the tokens of one turn, which `rollout_support` cannot "
@@ -266,11 +279,17 @@ class ConsistentGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         if self._captures:
-            follows = option(self.args, "rollout_precision") != "engine"
-            mixed = self.accelerator.autocast() if follows else contextlib.nullcontext()
-            with mixed, captured(self.use_transformers_continuous_batching) as engine:
+            training = self.model.training
+            with contextlib.ExitStack() as stack:
+                if option(self.args, "rollout_precision") != "engine":
+                    stack.enter_context(self.accelerator.autocast())
+                if option(self.args, "rollout_fp32_lm_head"):
+                    stack.enter_context(float32_head(self.model))
+                engine = stack.enter_context(captured(self.use_transformers_continuous_batching))
                 completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
             logprobs = engine.collect(completion_ids)
+            if self._needs_engine:  # TRL's continuous batching leaves the model training, in an evaluation as well
+                self.model.train(training)
         else:
             completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         check_completions(completion_ids, logprobs)
@@ -397,7 +416,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         try:
             return super().train(*args, **kwargs)
         except ServerDownError as error:
-            # Raised between two steps, and on all ranks: what was done since the last checkpoint need not be lost.
+            # Raised by a rollout, and on all ranks: what was done since the last checkpoint need not be lost.
             if self.args.save_strategy != "no" and self.state.global_step > 0:
                 error.add_note(
                     f"Step {self.state.global_step} is saved in {_compat.save_checkpoint(self)}. Once the server is "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 from trl.data_utils import is_conversational
 
@@ -64,14 +65,14 @@ class EngineSettings:
 
 
 def _dtype(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
-    ours = compute_dtype(trainer.model, trainer.accelerator.mixed_precision)
+    ours = compute_dtype(trainer.model, trainer.accelerator)
     if engine.dtype in (None, ours):
         if engine.dtype == torch.bfloat16:
             yield Finding(
                 "bfloat16-twice",
                 "trainer and engine both compute in bfloat16, and round differently",
                 "SmolLM2-135M: mean |d| 0.058, max 0.5; a float16 on both sides, 0.007 and 0.05",
-                "rollout_precision='fp16' (loss scaling included), or 'fp32' where memory allows",
+                "rollout_precision='fp16' on GPUs (loss scaling included), or 'fp32' where memory allows",
                 warns=False,
             )
         return
@@ -82,7 +83,7 @@ def _dtype(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
         f"the trainer computes in {ours}, the engine in {engine.dtype}",
         "SmolLM2-135M: mean |d| 0.04, max 0.4 for bfloat16 on one side; 0.006 and 0.03 for float16",
         # by other kernels, two roundings to bfloat16 are no better than one
-        "rollout_precision='fp16' or 'fp32'" if ours == torch.bfloat16 and trainer.args.use_vllm else match,
+        "rollout_precision='fp32', or 'fp16' on GPUs" if ours == torch.bfloat16 and trainer.args.use_vllm else match,
     )
 
 
@@ -98,7 +99,7 @@ def _quantized_engine(trainer: Any, engine: EngineSettings) -> Iterator[Finding]
 
 def _head(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
     ours = trainer.args.cast_lm_head_to_fp32
-    both = {compute_dtype(trainer.model, trainer.accelerator.mixed_precision), engine.dtype}
+    both = {compute_dtype(trainer.model, trainer.accelerator), engine.dtype}
     if engine.head_dtype is not None and both <= set(HALF) and ours != (engine.head_dtype == torch.float32):
         yield Finding(
             "fp32-head",
@@ -149,7 +150,7 @@ def _dropout(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
 
 
 def _quantized_base(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
-    if hasattr(trainer.model, "peft_config") and getattr(trainer.model.base_model.model, "is_quantized", False):
+    if is_peft_model(trainer.model) and getattr(trainer.model.base_model.model, "is_quantized", False):
         yield Finding(
             "quantized-base",
             "adapters on a quantized base: what the engine gets is merged, and rounded to the base's few bits again",
@@ -159,7 +160,7 @@ def _quantized_base(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
 
 
 def _half_adapters(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
-    if not hasattr(trainer.model, "peft_config"):
+    if not is_peft_model(trainer.model):
         return
     dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     if half := dtypes & set(HALF):
@@ -220,7 +221,7 @@ def _stops(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
     extra = {name: overrides[name] for name in ("stop", "stop_token_ids", "eos_token_id") if overrides.get(name)}
     declared = trainer.model.config.get_text_config().eos_token_id
     declared = {declared} if isinstance(declared, int) else set(declared or ())
-    if unknown := declared - set(trainer.eos_token_ids):
+    if trainer.use_vllm and (unknown := declared - set(trainer.eos_token_ids)):
         extra["eos_token_id of the model's config"] = sorted(unknown)
     if extra:
         yield Finding(
@@ -233,9 +234,9 @@ def _stops(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
 
 
 def _bos(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
-    tokenizer, ids = _compat.text_tokenizer(trainer), _compat.first_prompt_ids(trainer)
+    tokenizer = _compat.text_tokenizer(trainer)
     bos = tokenizer.bos_token_id
-    if bos is None or not ids:
+    if bos is None or not (ids := _compat.first_prompt_ids(trainer)):
         return
     leading = sum(1 for _ in itertools.takewhile(lambda token: token == bos, ids))
     wanted = tokenizer("a")["input_ids"][:1] == [bos]

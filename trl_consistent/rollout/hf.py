@@ -43,13 +43,14 @@ class SampledLogprobs:
         # log mu(y) = s_y - log sum_v exp(s_v)
         return scores.gather(-1, ids[:, None])[:, 0] - scores.logsumexp(dim=-1)
 
-    def collect(self, completion_ids: list[list[int]]) -> list[list[float]]:
-        """The log-prob of every token of the completions.
+    def collect(self, completion_ids: list[list[int]]) -> list[list[float]] | None:
+        """The log-prob of every token of the completions; `None` from a model with a `generate` of its own.
 
         Args:
             completion_ids (`list[list[int]]`): What was sampled, `(B, T)` ragged: cut after the first eos.
         """
-        assert self._scores is not None
+        if self._scores is None:
+            return None
         last = [ids[-1] if len(ids) > len(self._columns) else 0 for ids in completion_ids]
         columns = [*self._columns, self._of(torch.tensor(last, device=self._scores.device))]
         self._scores = None

@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which dtype a trainer computes, and how an engine is told to compute in the same."""
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from .. import _compat
 
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `rollout_precision` that set both sides."""
 
 
-def compute_dtype(model: Any, mixed_precision: str) -> torch.dtype:
+def weights_dtype(model: Any) -> torch.dtype:
+    """The dtype of most weights of a model; not that of embedding and head, which may be kept wider."""
+    apart = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
+    sizes = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and id(parameter) not in apart:
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def compute_dtype(model: Any, accelerator: Any) -> torch.dtype:
     """The dtype in which a trainer multiplies matrices.
 
     Args:
-        model: The trained model, adapters included: what its base weights are in counts.
-        mixed_precision (`str`): Of accelerate: `"no"`, `"fp16"` or `"bf16"`.
+        model: The trained model, adapters included.
+        accelerator (`accelerate.Accelerator`): Of the trainer. On a CPU, it ignores float16 without a word.
     """
-    return PRECISIONS.get(mixed_precision) or getattr(model, "base_model", model).dtype
+    mixes = accelerator.native_amp or accelerator.distributed_type.value == "DEEPSPEED"
+    return (PRECISIONS.get(accelerator.mixed_precision) if mixes else None) or weights_dtype(model)
 
 
 def check_precision(precision: str, trainer: torch.dtype, engine: torch.dtype | None) -> None:
@@ -34,14 +50,31 @@ def check_precision(precision: str, trainer: torch.dtype, engine: torch.dtype | 
     if precision in PRECISIONS and trainer != PRECISIONS[precision]:
         name = str(PRECISIONS[precision]).removeprefix("torch.")
         raise ValueError(
-            f"`rollout_precision={precision!r}`, but the trainer computes in {trainer}: the weights of its model are in "
-            f"that dtype. Load them with `model_init_kwargs={{'dtype': '{name}'}}` (`--dtype {name}` in TRL's scripts)."
+            f"`rollout_precision={precision!r}`, but the trainer computes in {trainer}. Either its weights are in that dtype: "
+            f"load them with `model_init_kwargs={{'dtype': '{name}'}}` (`--dtype {name}` in TRL's scripts). Or accelerate's "
+            "mixed precision is not what was asked for: the launcher sets another, or this is float16 on a CPU, where there "
+            "is none."
         )
     if precision != "engine" and engine not in (None, trainer):
         raise ValueError(
             f"`rollout_precision={precision!r}`, but the rollout engine computes in {engine} and the trainer in {trainer}. "
             f"Restart the vLLM server with `--dtype {str(trainer).removeprefix('torch.')}`."
         )
+
+
+@contextlib.contextmanager
+def float32_head(model: Any) -> Iterator[None]:
+    """Within the block, the head of a model with `cast_lm_head_to_fp32` computes in float32 under mixed precision, too, as
+    it does in TRL's training forward."""
+    head = model.get_output_embeddings()
+    forward = head.forward
+
+    def outside(hidden_states: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return forward(hidden_states)
+
+    with _compat.substituted(head, forward=outside):
+        yield
 
 
 def engine_arguments(precision: str, fp32_lm_head: bool, trainer: torch.dtype) -> dict[str, Any]:

@@ -180,8 +180,8 @@ class ConsistentVLLMGeneration(VLLMGeneration):
     """[`~trl.generation.vllm_generation.VLLMGeneration`] with these additions; everything else is inherited.
 
     Extra arguments reach the colocated engine; the sampled token's log-prob comes first; a weight sync leaves the base
-    weights of adapters alone, is exact on CPU, and is checked; a server needs no GPU, and an error of rank 0, which alone
-    talks to it, reaches all ranks.
+    weights of adapters alone, is exact on CPU, and is checked; a server needs no GPU, and then an error of rank 0,
+    which alone talks to it, reaches all ranks.
 
     Args:
         config ([`ConsistentGRPOConfig`], `GRPOConfig` or `None`): Where the `rollout_*` options are.
@@ -207,7 +207,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         extra = self._engine_arguments()
         if self._splits_tied_weights:
             logger.info("Adapters make embedding and head differ: the rollout engine has them apart, too.")
-            overrides = {**extra.get("hf_overrides", {}), "tie_word_embeddings": False}
+            overrides = {**(extra.get("hf_overrides") or {}), "tie_word_embeddings": False}
             # the checkpoint holds one of them only; the first sync brings both
             extra = {"load_format": "dummy", **extra, "hf_overrides": overrides}
 
@@ -234,12 +234,12 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
     def _engine_arguments(self) -> dict[str, Any]:
         """What `vllm.LLM` gets beyond what TRL gives it."""
-        given, trainer = self.engine_kwargs, compute_dtype(self.model, self.accelerator.mixed_precision)
+        given, trainer = self.engine_kwargs, compute_dtype(self.model, self.accelerator)
         precision = engine_arguments(
             option(self.config, "rollout_precision"), option(self.config, "rollout_fp32_lm_head"), trainer
         )
         if overrides := precision.get("hf_overrides"):
-            precision["hf_overrides"] = {**given.get("hf_overrides", {}), **overrides}
+            precision["hf_overrides"] = {**(given.get("hf_overrides") or {}), **overrides}
         return {**({"enforce_eager": True} if self._on_cpu else {}), **given, **precision}
 
     @property
@@ -296,7 +296,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         """TRL's sync, then what a CPU engine needs on top, then the checks."""
         if self.mode == "server":
             return persistently(self._sync_server)
-        verifies, engine = self._verifies(), _compat.engine_model(self.llm)
+        verifies, engine = self._syncs_to_verify > 0, _compat.engine_model(self.llm)
         if self._sends_adapter:
             self._send_adapter()
         else:
@@ -313,19 +313,18 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         self._verify_sync(probes=self._sync_check is None or bool(repacked) or not exact)
 
     def _sync_server(self) -> None:
-        verifies = self._verifies()
+        verifies = self._syncs_to_verify > 0
         with errors_on_all_ranks():
             super().sync_weights()
             if verifies:
                 self._verify_sync(probes=self.accelerator.is_main_process)
 
-    def _verifies(self) -> bool:
-        """Whether to check this sync; counts it."""
-        verifies = self._syncs_to_verify > 0
-        self._syncs_to_verify -= verifies
-        return verifies
-
     def _verify_sync(self, probes: bool) -> None:
+        """Checks what both kinds of engines have in common, and counts the check.
+
+        Args:
+            probes (`bool`): Whether this rank scores the probe, where one is possible.
+        """
         if self._merges_aside and (lost := left_out(self.model)):
             raise WeightSyncError(
                 f"No weight sync carries the trainable {named(lost)}: merging the active adapter does not take them in."
@@ -333,11 +332,13 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         if self._syncs_to_verify == math.inf and not self._sharded:
             self._synced = checksums(self._trained())
         if probes and self._can_probe():
+            scored = self.probe()
             if self._sync_check is None:
                 dtypes = {str(self._engine_config("dtype")), str(next(self.model.parameters()).dtype)}
                 float32 = dtypes == {"torch.float32"} and self.accelerator.mixed_precision == "no"
                 self._sync_check = SyncCheck(float32)
-            self._sync_check(*self.probe())
+            self._sync_check(*scored)
+        self._syncs_to_verify -= 1
 
     @property
     def _sends_adapter(self) -> bool:
@@ -411,7 +412,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
     @property
     def _splits_tied_weights(self) -> bool:
-        return is_peft_model(self.model) and splits_tied_weights(self.model)
+        return self._merges_aside and splits_tied_weights(self.model)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """TRL's parameters, or, for a model with adapters, [`merged_parameters`]."""
