@@ -11,7 +11,14 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_consistent import ConsistentGRPOTrainer
@@ -23,6 +30,7 @@ from trl_consistent.rollout.precision import (
     compute_dtype,
     engine_arguments,
     named_dtype,
+    weights_dtype,
 )
 
 from .test_config import config
@@ -252,6 +260,14 @@ def test_a_wider_head_is_not_what_the_layers_compute_in(tied_model, tmp_path):
     assert compute_dtype(trainer.model, trainer.accelerator) == torch.bfloat16
     with synthetic_engine(), pytest.raises(ValueError, match="the trainer computes in torch.bfloat16"):
         build(ConsistentGRPOTrainer, tied_model, tmp_path, **options, rollout_precision="fp32", bf16=None)
+
+
+def test_a_large_vocabulary_does_not_outvote_the_layers():
+    sizes = {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).bfloat16()
+    model.get_output_embeddings().float()
+    assert weights_dtype(model) == torch.bfloat16
 
 
 def test_float16_is_refused_where_accelerate_ignores_it(tiny_model, tmp_path):
