@@ -16,9 +16,12 @@ from trl_consistent.rollout.hf import BatchedLogprobs, SampledLogprobs, captured
 from .training import GRPOTrainer, assert_same_training, build, train
 
 
+# The cache takes what memory there is, unless told.
+SMALL_CACHE = {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}}
+BATCHING = {"use_vllm": False, "use_transformers_continuous_batching": True, **SMALL_CACHE}
 ENGINES = pytest.mark.parametrize(
     "engine",
-    [{"use_vllm": False}, {"use_vllm": False, "use_transformers_continuous_batching": True}],
+    [{"use_vllm": False}, BATCHING],
     ids=["generate", "continuous_batching"],
 )
 EOS = list(range(1, 12))
@@ -243,8 +246,7 @@ def test_the_tool_loop_of_trl_keeps_working(tiny_model, tmp_path, engine, monkey
 
 def test_an_evaluation_stays_one_after_continuous_batching(tiny_model, tmp_path):
     # TRL's branch ends in `train()`, and what is computed in the loss would take the next batch for a training one
-    options = {"use_vllm": False, "use_transformers_continuous_batching": True, "correction": "tis"}
-    trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
+    trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, correction="tis", **BATCHING)
     trainer.model.eval()
     trainer._generate_single_turn([[3, 4]] * 4, None, {}, 4)
     assert not trainer.model.training
