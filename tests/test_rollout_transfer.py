@@ -3,6 +3,7 @@
 
 import concurrent.futures
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,3 +145,13 @@ def test_importing_the_plugin_imports_no_vllm():
     code = f"import sys, {transfer.__name__}; print([n for n in ('vllm', 'trl', 'transformers') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_command_for_a_server_does_not_open_it_to_the_world():
+    from trl_consistent.rollout.server import start_command
+
+    model = SimpleNamespace(name_or_path="a/model", dtype=torch.bfloat16)
+    assert "--host 127.0.0.1 --port 8000 --dtype bfloat16" in start_command(
+        model, "http://0.0.0.0:8000"
+    )  # TRL's default
+    assert "--host 10.0.0.7 --port 80 " in start_command(model, "http://10.0.0.7")

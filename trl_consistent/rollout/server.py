@@ -52,7 +52,8 @@ def start_command(model: Any, base_url: str) -> str:
     url = urlsplit(base_url)
     # not `vllm serve`, which the CPU build does not have
     words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model.name_or_path]
-    words += ["--host", url.hostname or "127.0.0.1", "--port", str(url.port or 80)]
+    host = "127.0.0.1" if url.hostname in (None, "0.0.0.0") else url.hostname  # not to all the world: TRL's default
+    words += ["--host", host, "--port", str(url.port or 80)]
     words += ["--dtype", str(model.dtype).removeprefix("torch."), "--logprobs-mode", "processed_logprobs"]
     words += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}', "--enforce-eager"]
     return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
