@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -55,14 +54,8 @@ from .metrics import (
 )
 from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
 from .rollout.audit import EngineSettings, audit, report
-from .rollout.hf import captured
-from .rollout.precision import (
-    check_deterministic,
-    check_precision,
-    compute_dtype,
-    float32_head,
-    weights_dtype,
-)
+from .rollout.hf import decoding, settings
+from .rollout.precision import check_deterministic, check_precision, compute_dtype
 from .rollout.server import ServerDownError
 from .rollout.vllm import INSTALL, check_completions, check_logprobs_mode, consistent_generation
 from .support import RestrictedHead, Sampling
@@ -222,16 +215,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def _engine_settings(self) -> EngineSettings:
         if self.use_vllm:
             return getattr(self.vllm_generation, "settings", EngineSettings())
-        if self.rollout_func is not None:
-            return EngineSettings()
-        # accelerate puts mixed precision around the forward of the model it was given, not of what adapters wrap
-        escapes = is_peft_model(self.model) and not self.use_transformers_continuous_batching
-        follows = not escapes or option(self.args, "rollout_precision") != "engine"
-        dtype = compute_dtype(self.model, self.accelerator) if follows else weights_dtype(self.model)
-        widened = self.args.cast_lm_head_to_fp32 and (
-            option(self.args, "rollout_fp32_lm_head") or dtype == weights_dtype(self.model)
-        )
-        return EngineSettings(dtype=dtype, head_dtype=torch.float32 if widened else dtype)
+        return EngineSettings() if self.rollout_func is not None else settings(self)
 
     def _source_of_old_logprobs(self) -> str:
         """`recompute` (TRL's rule), `reuse` or `rollout`; speaks up, once, where `auto` would have liked to reuse."""
@@ -280,12 +264,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         if self._captures:
             training = self.model.training
-            with contextlib.ExitStack() as stack:
-                if option(self.args, "rollout_precision") != "engine":
-                    stack.enter_context(self.accelerator.autocast())
-                if option(self.args, "rollout_fp32_lm_head"):
-                    stack.enter_context(float32_head(self.model))
-                engine = stack.enter_context(captured(self.use_transformers_continuous_batching))
+            with decoding(self) as engine:
                 completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
             logprobs = engine.collect(completion_ids)
             if self._needs_engine:  # TRL's continuous batching leaves the model training, in an evaluation as well

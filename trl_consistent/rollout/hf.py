@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from .. import _compat
+from ..config import option
+from .audit import EngineSettings
+from .precision import compute_dtype, weights_dtype
 
 
 class SampledLogprobs:
@@ -83,3 +87,41 @@ def captured(continuous_batching: bool) -> Iterator[SampledLogprobs | BatchedLog
         sampled = SampledLogprobs()
         with _compat.last_logits_processor(sampled):
             yield sampled
+
+
+@contextlib.contextmanager
+def _float32_head(model: Any) -> Iterator[None]:
+    """Within the block, the head of a model with `cast_lm_head_to_fp32` computes in float32 under mixed precision, too, as
+    it does in TRL's training forward."""
+    head = model.get_output_embeddings()
+    forward = head.forward
+
+    def outside(hidden_states: Tensor) -> Tensor:
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return forward(hidden_states)
+
+    with _compat.substituted(head, forward=outside):
+        yield
+
+
+@contextlib.contextmanager
+def decoding(trainer: Any) -> Iterator[SampledLogprobs | BatchedLogprobs]:
+    """[`captured`], in the precision that the options of `trainer` ask for."""
+    with contextlib.ExitStack() as stack:
+        if option(trainer.args, "rollout_precision") != "engine":
+            stack.enter_context(trainer.accelerator.autocast())
+        if option(trainer.args, "rollout_fp32_lm_head"):
+            stack.enter_context(_float32_head(trainer.model))
+        yield stack.enter_context(captured(trainer.use_transformers_continuous_batching))
+
+
+def settings(trainer: Any) -> EngineSettings:
+    """What `transformers` computes in when `trainer` generates."""
+    # accelerate puts mixed precision around the forward of the model it was given, not of what adapters wrap
+    escapes = is_peft_model(trainer.model) and not trainer.use_transformers_continuous_batching
+    follows = not escapes or option(trainer.args, "rollout_precision") != "engine"
+    weights = weights_dtype(trainer.model)
+    dtype = compute_dtype(trainer.model, trainer.accelerator) if follows else weights
+    # and under it, the head that TRL widens narrows again
+    widened = trainer.args.cast_lm_head_to_fp32 and (option(trainer.args, "rollout_fp32_lm_head") or dtype == weights)
+    return EngineSettings(dtype=dtype, head_dtype=torch.float32 if widened else dtype)

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which dtype a trainer computes, and how an engine is told to compute in the same."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from .. import _compat
 
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,21 +56,6 @@ def check_precision(precision: str, trainer: torch.dtype, engine: torch.dtype | 
             f"`rollout_precision={precision!r}`, but the rollout engine computes in {engine} and the trainer in {trainer}. "
             f"Restart the vLLM server with `--dtype {str(trainer).removeprefix('torch.')}`."
         )
-
-
-@contextlib.contextmanager
-def float32_head(model: Any) -> Iterator[None]:
-    """Within the block, the head of a model with `cast_lm_head_to_fp32` computes in float32 under mixed precision, too, as
-    it does in TRL's training forward."""
-    head = model.get_output_embeddings()
-    forward = head.forward
-
-    def outside(hidden_states: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return forward(hidden_states)
-
-    with _compat.substituted(head, forward=outside):
-        yield
 
 
 def engine_arguments(precision: str, fp32_lm_head: bool, trainer: torch.dtype) -> dict[str, Any]:

@@ -334,9 +334,8 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         if probes and self._can_probe():
             scored = self.probe()
             if self._sync_check is None:
-                dtypes = {str(self._engine_config("dtype")), str(next(self.model.parameters()).dtype)}
-                float32 = dtypes == {"torch.float32"} and self.accelerator.mixed_precision == "no"
-                self._sync_check = SyncCheck(float32)
+                both = {self.settings.dtype, compute_dtype(self.model, self.accelerator)}
+                self._sync_check = SyncCheck(float32=both == {torch.float32})
             self._sync_check(*scored)
         self._syncs_to_verify -= 1
 
@@ -441,15 +440,16 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
     def probe(self) -> tuple[Tensor, Tensor]:
         """Log-probs of a fixed prompt's tokens at temperature 1: the trainer's and the engine's, both `(n,)` on CPU."""
-        length = min(PROBE_LENGTH, self._engine_config("max_model_len") - 1)
+        server = self.mode == "server"
+        longest = (
+            self.server_info["model_config"]["max_model_len"]
+            if server
+            else self.llm.llm_engine.model_config.max_model_len
+        )
+        length = min(PROBE_LENGTH, longest - 1)
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = [(index + 1) * vocabulary // (length + 1) for index in range(length)]  # spread over the vocabulary
         return self._trainer_logps(ids), self._engine_logps(ids)
-
-    def _engine_config(self, name: str) -> Any:
-        if self.mode == "server":
-            return self.server_info["model_config"][name]
-        return getattr(self.llm.llm_engine.model_config, name)
 
     def _engine_logps(self, ids: list[int]) -> Tensor:
         if self.mode == "server":

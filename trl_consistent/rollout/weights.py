@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout engine gets at a weight sync, read off a model with adapters without writing to it; and checksums.
+"""What a rollout engine gets at a weight sync, read off a model with adapters without writing to it.
 
 TRL merges the adapters into the base weights, streams these, and subtracts the adapters again. In bfloat16 that is not
 an inverse: the base weights drift with every sync (huggingface/trl#6688). Here each layer is merged aside.
