@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One captured rollout batch and the engine it came from: the cut between training and everything that looks at it later.
+
+The trainer writes records; `compare`, `report` and whatever else runs without a trainer only read them. Each is one
+safetensors file, whose header holds a line of JSON with everything that is no tensor. A run keeps its own in
+`OUTPUT_DIR/mismatch/`:
+
+    records/step-00000050-rank-00000.safetensors    one rollout batch of one rank
+    logs.jsonl                                      what the trainer logged, a line each
+    tokenizer/                                      what turns ids into text
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .metrics import finalize, mismatch_metrics
+from .ratios import mismatch_log_ratio
+
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+FOLDER, RECORDS, LOGS, TOKENIZER = "mismatch", "records", "logs.jsonl", "tokenizer"
+_NAME = re.compile(r"step-(\d+)-rank-(\d+)\.safetensors")
+_LEFT = ("prompt_ids", "prompt_mask")  # padded on the left, as TRL does
+_SEVERITY = "mismatch/k3/mean"
+"""What makes a record worse than another."""
+
+
+@dataclass
+class MismatchRecord:
+    """
+    A rollout batch as the trainer saw it, or what was kept of it, with where it came from.
+
+    `B` completions, `P` prompt tokens padded on the left, `T` completion tokens padded on the right, as in TRL's batches.
+
+    Example:
+
+    ```python
+    >>> record = MismatchRecord.load("output/mismatch/records/step-00000050-rank-00000.safetensors")
+    >>> record.mismatch_log_ratio.abs().max()
+    ```
+    """
+
+    prompt_ids: Tensor
+    """`(B, P)` int32, token ids of the prompts."""
+    prompt_mask: Tensor
+    """`(B, P)` bool, which of them are tokens."""
+    completion_ids: Tensor
+    """`(B, T)` int32, token ids of the completions; tool results are among them."""
+    completion_mask: Tensor
+    """`(B, T)` bool, which of them are tokens."""
+    mask: Tensor
+    """`(B, T)` bool, the loss mask before rejections: tokens that the model wrote."""
+    sampling_per_token_logps: Tensor
+    """`(B, T)` float32, nats, of the rollout engine; NaN where it has none."""
+    old_per_token_logps: Tensor
+    """`(B, T)` float32, nats, of the trainer at the weights that sampled."""
+    ref_per_token_logps: Tensor | None = None
+    """`(B, T)` float32, nats, of the reference, where the loss has one."""
+    advantages: Tensor | None = None
+    """`(B,)` or `(B, T)` float32, before any correction is folded into them."""
+    weights: Tensor | None = None
+    """`(B, T)` float32, what the correction in force multiplies the loss by; `None` without a correction."""
+    keep_mask: Tensor | None = None
+    """`(B, T)` bool, `mask` after rejections; `None` without a correction."""
+    step: int = 0
+    """The optimizer step it was rolled out for, as in the logs: the first is 1."""
+    rank: int | None = 0
+    """Which process wrote it; `None` once those of all ranks were merged."""
+    reason: str = "periodic"
+    """Why it was written: `"periodic"`, or the alert."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the whole rollout batch, all ranks, by key of [`METRICS`]; of these completions if left out."""
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """What it came from, JSON: `model`, `trainer`, `engine`, `sampling`, `correction`, `versions`, `audit`, ..."""
+
+    @property
+    def mismatch_log_ratio(self) -> Tensor:
+        """`(B, T)`, see [`mismatch_log_ratio`]; 0 outside the mask."""
+        return mismatch_log_ratio(self.old_per_token_logps, self.sampling_per_token_logps, self.mask)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """`(B, T)`, where each completion token stands in its sequence; padding does not count."""
+        return self.prompt_mask.sum(1, keepdim=True) + self.completion_mask.long().cumsum(1) - 1
+
+    def own_metrics(self) -> dict[str, float]:
+        """The `mismatch/*` metrics of these completions alone, by key of [`METRICS`]."""
+        return finalize(mismatch_metrics(self.old_per_token_logps, self.sampling_per_token_logps, self.mask))
+
+    def rows(self, index: Tensor) -> "MismatchRecord":
+        """The same with only some of its completions."""
+        return self._with({name: tensor[index] for name, tensor in self._tensors().items()})
+
+    def _with(self, changes: dict[str, Any]) -> "MismatchRecord":
+        return dataclasses.replace(self, **changes)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def _stored(self) -> dict[str, Tensor]:
+        """On the CPU, as narrow as it gets, without columns that are padding in every row."""
+        used = self.completion_mask.bool().any(0).nonzero()
+        width = int(used.max()) + 1 if len(used) else 0
+        padding = int((~self.prompt_mask.bool().any(0)).long().cumprod(0).sum())
+        stored = {}
+        for name, tensor in self._tensors().items():
+            if name in _LEFT:
+                tensor = tensor[:, padding:]
+            elif tensor.dim() == 2:
+                tensor = tensor[:, :width]
+            dtype = _DTYPES[name]
+            stored[name] = tensor.detach().to("cpu", dtype).contiguous()
+        return stored
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes its tensors take on disk, padding included."""
+        return sum(x.numel() * _DTYPES[name].itemsize for name, x in self._tensors().items())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file whole or not at all: under another name first, then renamed."""
+        path = Path(path)
+        stored = self._stored()
+        header = {
+            "format": FORMAT,
+            "step": self.step,
+            "rank": self.rank,
+            "reason": self.reason,
+            "completions": len(stored["mask"]),
+            "tokens": int(stored["mask"].sum()),
+            "metrics": self.metrics or self.own_metrics(),
+            "fingerprint": self.fingerprint,
+        }
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            save_file(stored, partial, metadata={"mismatch_record": json.dumps(header, default=str)})
+            with partial.open("rb") as written:
+                os.fsync(written.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "MismatchRecord":
+        """Reads a file that [`save`] wrote.
+
+        Raises:
+            `ValueError`: it is no record, or one of a newer version; names the file.
+        """
+        header = read_header(path)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys() if name in _DTYPES}
+        if missing := {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "mask"} - tensors.keys():
+            raise ValueError(f"{path} is no whole record: it lacks {', '.join(sorted(missing))}.")
+        own: dict[str, Any] = {name: header[name] for name in ("step", "rank", "reason", "metrics", "fingerprint")}
+        return cls(**{**tensors, **own})
+
+
+_DTYPES = {
+    **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
+    **dict.fromkeys(("prompt_mask", "completion_mask", "mask", "keep_mask"), torch.bool),
+    **dict.fromkeys(
+        ("sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps", "advantages", "weights"),
+        torch.float32,
+    ),
+}
+
+
+def read_header(path: str | Path) -> dict[str, Any]:
+    """The line of JSON in a record's header, without its tensors: `step`, `rank`, `reason`, `completions`, `tokens`,
+    `metrics` and `fingerprint`.
+
+    Raises:
+        `ValueError`: it is no record, or one of a newer version; names the file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            line = (file.metadata() or {}).get("mismatch_record")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no record of a mismatch: {error}.") from None
+    if line is None:
+        raise ValueError(f"{path} is a safetensors file, but no record of a mismatch.")
+    header = json.loads(line)
+    if header["format"] > FORMAT:
+        raise ValueError(
+            f"{path} was written by a newer version (format {header['format']}, this one reads up to {FORMAT}): "
+            "upgrade trl-consistent."
+        )
+    return header
+
+
+def record_files(path: str | Path) -> list[Path]:
+    """The records at `path`: a run's output folder, a folder of records, or one file; by step, then rank.
+
+    Raises:
+        `FileNotFoundError`: there are none; says where it looked.
+    """
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    for folder in (path / FOLDER / RECORDS, path / RECORDS, path):
+        if files := sorted(file for file in folder.glob("step-*.safetensors") if _NAME.fullmatch(file.name)):
+            return files
+    where = f"in {path}, nor in {Path(FOLDER, RECORDS)} below it" if path.is_dir() else f"at {path}"
+    raise FileNotFoundError(
+        f"No mismatch records {where}. `ConsistentGRPOTrainer` writes them to its `output_dir` every "
+        "`mismatch_record_steps` steps."
+    )
+
+
+def read_records(path: str | Path) -> list[MismatchRecord]:
+    """The records at `path` as of [`record_files`], those of the ranks of a step merged into one, by step.
+
+    Raises:
+        `FileNotFoundError`: there are none. `ValueError`: one of them cannot be read.
+    """
+    return list(iterate_records(path))
+
+
+def iterate_records(path: str | Path) -> Iterator[MismatchRecord]:
+    """[`read_records`], one step in memory at a time."""
+    steps: dict[int, list[Path]] = {}
+    files = record_files(path)
+    for file in files:
+        name = _NAME.fullmatch(file.name)
+        steps.setdefault(int(name.group(1)) if name else -1, []).append(file)
+    for of_step in steps.values():
+        yield merge_ranks([MismatchRecord.load(file) for file in of_step])
+
+
+def merge_ranks(records: list[MismatchRecord]) -> MismatchRecord:
+    """One record with the completions of all, padded to the longest; everything else is the first one's."""
+    if len(records) == 1:
+        return records[0]
+    tensors: dict[str, list[Tensor]] = {}
+    for record in records:
+        for name, tensor in record._tensors().items():
+            tensors.setdefault(name, []).append(tensor)
+    whole = {name: each for name, each in tensors.items() if len(each) == len(records)}
+    merged = {name: torch.cat(_padded(each, left=name in _LEFT)) for name, each in whole.items()}
+    missing = dict.fromkeys(tensors.keys() - whole.keys())
+    reasons = dict.fromkeys(reason for record in records for reason in record.reason.split("; "))
+    return records[0]._with({**merged, **missing, "rank": None, "reason": "; ".join(reasons)})
+
+
+def _padded(tensors: list[Tensor], left: bool) -> list[Tensor]:
+    if tensors[0].dim() == 1:
+        return tensors
+    width = max(tensor.shape[1] for tensor in tensors)
+    sides = [(width - tensor.shape[1], 0) if left else (0, width - tensor.shape[1]) for tensor in tensors]
+    return [torch.nn.functional.pad(tensor, side) for tensor, side in zip(tensors, sides, strict=True)]
+
+
+class RecordStore:
+    """
+    The records of one rank in a folder, within limits: the newest half is kept, and of the older ones the worst by k3.
+
+    Args:
+        folder (`str` or `Path`): Made when the first record is written.
+        max_count (`int`): How many records, at least 1.
+        max_bytes (`int`): How much they take together. A record that takes more by itself is cut to its worst completions.
+        rank (`int`, *optional*, defaults to `0`): Of this process.
+    """
+
+    def __init__(self, folder: str | Path, max_count: int, max_bytes: int, rank: int = 0):
+        self.folder, self.max_count, self.max_bytes, self.rank = Path(folder), max_count, max_bytes, rank
+
+    def write(self, record: MismatchRecord) -> Path:
+        """Writes `record`, whole or not at all, then removes what is beyond the limits."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = dataclasses.replace(self._cut(record), rank=self.rank)
+        path = self.folder / f"step-{record.step:08}-rank-{self.rank:05}.safetensors"
+        record.save(path)
+        self._evict()
+        return path
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"step-*-rank-{self.rank:05}.safetensors"))
+
+    def _cut(self, record: MismatchRecord) -> MismatchRecord:
+        if record.nbytes <= self.max_bytes:
+            return record
+        worst = record.mismatch_log_ratio.abs().nan_to_num(0.0).sum(1) / record.mask.sum(1).clamp(min=1)
+        number = max(1, len(worst) * self.max_bytes // record.nbytes)
+        return record.rows(worst.topk(number).indices.sort().values)
+
+    def _evict(self) -> None:
+        """Removes the least bad of the older half until both limits hold."""
+        files = self._files()
+        sizes = {file: file.stat().st_size for file in files}
+        while len(files) > 1 and (len(files) > self.max_count or sum(sizes[file] for file in files) > self.max_bytes):
+            older = files[: max(1, len(files) // 2)]
+            least = min(older, key=_severity)
+            least.unlink(missing_ok=True)
+            files.remove(least)
+
+
+def _severity(file: Path) -> float:
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        return read_header(file)["metrics"].get(_SEVERITY, 0.0)
+    return 0.0
+
+
+def append_logs(folder: str | Path, logs: dict[str, Any]) -> None:
+    """Adds a line to the logs of a run; `folder` is its `mismatch` folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(logs, default=float) + "\n"
+    with (folder / LOGS).open("a") as file:
+        file.write(line)
+
+
+def read_logs(folder: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's logs, without one that a killed run left half written; none if there are none."""
+    try:
+        lines = (Path(folder) / LOGS).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return list(_parsed(lines))
+
+
+def _parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+@dataclass(frozen=True)
+class TokenGap:
+    """One token on which trainer and engine disagree."""
+
+    step: int
+    """Of the record."""
+    completion: int
+    """Row of the record."""
+    index: int
+    """Which token of the completion, from 0."""
+    position: int
+    """Where it stands in the sequence, from 0, prompt included."""
+    token_id: int
+    """In the vocabulary."""
+    before: str
+    """The text before it, as much as was asked for."""
+    token: str
+    """The token as text; its id where there is no tokenizer."""
+    after: str
+    """The text after it."""
+    p_train: float
+    """Its probability in the trainer, `pi_old`."""
+    p_rollout: float
+    """Its probability in the rollout engine, `mu`."""
+    d: float
+    """`log p_train - log p_rollout`, nats."""
+    weight: float | None
+    """What the correction made of it; `None` without a correction."""
+
+
+def worst_tokens(record: MismatchRecord, count: int = 20, tokenizer: Any = None, context: int = 8) -> list[TokenGap]:
+    """The tokens with the largest `|d|`, worst first; those that cannot be scored are not among them.
+
+    Args:
+        record ([`MismatchRecord`]): From any rank, or merged.
+        count (`int`, *optional*, defaults to `20`): How many at most.
+        tokenizer (*optional*): From [`load_tokenizer`]; without one, texts are ids.
+        context (`int`, *optional*, defaults to `8`): Tokens of text before and after.
+    """
+    d, mask = record.mismatch_log_ratio, record.mask.bool()
+    size = torch.where(mask & ~torch.isnan(d), d.abs(), -1.0).flatten()
+    values, places = size.topk(min(count, len(size)))
+    positions = record.position_ids
+
+    def text(row: int, start: int, end: int) -> str:
+        ids = record.completion_ids[row, max(start, 0) : end][record.completion_mask[row, max(start, 0) : end].bool()]
+        return decode(tokenizer, ids.tolist())
+
+    found = []
+    for place in places[values >= 0].tolist():
+        row, index = divmod(place, d.shape[1])
+        old, sampling = (x[row, index].double() for x in (record.old_per_token_logps, record.sampling_per_token_logps))
+        found.append(
+            TokenGap(
+                step=record.step,
+                completion=row,
+                index=index,
+                position=int(positions[row, index]),
+                token_id=int(record.completion_ids[row, index]),
+                before=text(row, index - context, index),
+                token=text(row, index, index + 1),
+                after=text(row, index + 1, index + 1 + context),
+                p_train=old.exp().item(),
+                p_rollout=sampling.exp().item(),
+                d=d[row, index].item(),
+                weight=None if record.weights is None else record.weights[row, index].item(),
+            )
+        )
+    return found
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """Ids as text, special tokens included; without a tokenizer, the ids themselves."""
+    if tokenizer is None:
+        return " ".join(f"<{token}>" for token in ids)
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer beside the records at `path` (as of [`record_files`]); `None`, with a warning, if there is none."""
+    folder = record_files(path)[0].parent.parent / TOKENIZER
+    if not folder.is_dir():
+        logger.warning(f"No tokenizer in {folder}: tokens are shown as ids.")
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
