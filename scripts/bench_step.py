@@ -29,7 +29,7 @@ SIDES = {
 }
 
 
-def build(kind: str, arguments: argparse.Namespace, output: str, generation=None):
+def build(kind: str, arguments: argparse.Namespace, output: str, generation=None, callbacks=None, **options):
     """A trainer of either kind; its engine is made by `generation(model=..., ...)`, else it is a real one."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -41,23 +41,22 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
     from trl_consistent.rollout.vllm import consistent_generation
 
     config, trainer = (GRPOConfig, GRPOTrainer) if kind == "trl" else (ConsistentGRPOConfig, ConsistentGRPOTrainer)
-    args = config(
-        output,
-        max_steps=1,
-        per_device_train_batch_size=arguments.batch,
-        gradient_accumulation_steps=arguments.accumulation,
-        num_generations=arguments.batch,
-        max_completion_length=arguments.tokens,
-        use_vllm=True,
-        vllm_max_model_length=256,
-        gradient_checkpointing=arguments.gradient_checkpointing,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        activation_checkpointing=False,
-        **SIDES[kind],
-    )
+    defaults = {
+        "max_steps": 1,
+        "per_device_train_batch_size": arguments.batch,
+        "gradient_accumulation_steps": arguments.accumulation,
+        "num_generations": arguments.batch,
+        "max_completion_length": arguments.tokens,
+        "use_vllm": True,
+        "vllm_max_model_length": 256,
+        "gradient_checkpointing": arguments.gradient_checkpointing,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "activation_checkpointing": False,
+    }
+    args = config(output, **{**defaults, **SIDES[kind], **options})
 
     @contextlib.contextmanager
     def engine(*_):
@@ -78,6 +77,7 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
             args=args,
             train_dataset=Dataset.from_dict({"prompt": questions}),
             peft_config=LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0),
+            callbacks=callbacks,
         )
 
 

@@ -34,6 +34,9 @@ OUR_FIELDS = {
     "kl_estimator": "k3",
     "kl_bias_correction_ratio": "old",
     "ref_reset_steps": None,
+    "mismatch_record_steps": 50,
+    "mismatch_record_limit": 40,
+    "mismatch_record_bytes": 268435456,
     "rollout_engine_kwargs": None,
     "rollout_precision": "engine",
     "rollout_fp32_lm_head": False,
@@ -223,6 +226,12 @@ def test_engine_arguments_that_reach_nobody_warn(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         config(tmp_path, use_vllm=True, vllm_mode="server", rollout_engine_kwargs={"dtype": "float32"})
     assert "`rollout_engine_kwargs={'dtype': 'float32'}` is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("name, value, least", [("steps", -1, 0), ("limit", 0, 1), ("bytes", 0, 1)])
+def test_limits_of_records_are_checked(tmp_path, name, value, least):
+    with pytest.raises(ValueError, match=f"`mismatch_record_{name}` is {value}. Expected {least} or more"):
+        config(tmp_path, **{f"mismatch_record_{name}": value})
 
 
 def test_engine_arguments_must_be_an_object(tmp_path):

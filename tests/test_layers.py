@@ -14,7 +14,7 @@ import trl_consistent
 PACKAGE = Path(trl_consistent.__file__).parent
 ORDER = [
     "ratios", "kl", "corrections", "metrics", "calibration", "support", "loss", "records", "_compat", "config", "router_replay",
-    "rollout", "diagnose", "report", "callbacks", "trainer", "run", "cli",
+    "rollout", "recorder", "diagnose", "report", "callbacks", "trainer", "run", "cli",
 ]  # fmt: skip
 MATH = ORDER[:6]
 

@@ -19,6 +19,7 @@ _HOME = {
     "CorrectionResult": "corrections",
     "Metric": "metrics",
     "MismatchLRCallback": "callbacks",
+    "MismatchRecord": "records",
     "Rejection": "corrections",
     "Stat": "metrics",
     "TrustRegion": "corrections",
@@ -31,8 +32,10 @@ _HOME = {
     "merge": "metrics",
     "mismatch_log_ratio": "ratios",
     "mismatch_metrics": "metrics",
+    "read_records": "records",
     "reference_kl": "kl",
     "trust_region_mask": "corrections",
+    "worst_tokens": "records",
 }
 
 __all__ = list(_HOME)
@@ -59,6 +62,9 @@ if TYPE_CHECKING:
     from .metrics import merge as merge
     from .metrics import mismatch_metrics as mismatch_metrics
     from .ratios import mismatch_log_ratio as mismatch_log_ratio
+    from .records import MismatchRecord as MismatchRecord
+    from .records import read_records as read_records
+    from .records import worst_tokens as worst_tokens
     from .trainer import ConsistentGRPOTrainer as ConsistentGRPOTrainer
 
 

@@ -239,6 +239,17 @@ class ConsistentGRPOConfig(GRPOConfig):
         ref_reset_steps (`int`, *optional*):
             Make the policy its own reference every so many steps, in full fine-tuning and LoRA. Needs `beta`.
 
+        > Parameters that control what is recorded
+
+        mismatch_record_steps (`int`, *optional*, defaults to `50`):
+            Write a [`MismatchRecord`] of the first rollout batch and of one every so many steps (and on the `record` action of
+            an alert) to `output_dir/mismatch/`, with what was logged: what `trl-consistent report`, `compare` and
+            `records` read. `0` writes nothing.
+        mismatch_record_limit (`int`, *optional*, defaults to `40`):
+            How many records each rank keeps: the newest half, and of the older ones the worst by `mismatch/k3/mean`.
+        mismatch_record_bytes (`int`, *optional*, defaults to `268435456`):
+            How many bytes they may take together, per rank. A rollout batch that takes more is cut to its worst completions.
+
         > Parameters that control the rollout engine
 
         rollout_engine_kwargs (`dict[str, Any]`, *optional*):
@@ -349,6 +360,20 @@ class ConsistentGRPOConfig(GRPOConfig):
     ref_reset_steps: int | None = field(
         default=None, metadata={"help": "Make the policy its own reference every so many steps."}
     )
+    mismatch_record_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Write a record of the first rollout batch and of one every so many steps, and what was logged, to "
+            "`output_dir/mismatch/`: what `trl-consistent report`, `compare` and `records` read. 0 writes nothing."
+        },
+    )
+    mismatch_record_limit: int = field(
+        default=40,
+        metadata={"help": "How many records each rank keeps: the newest half, and of the older ones the worst."},
+    )
+    mismatch_record_bytes: int = field(
+        default=2**28, metadata={"help": "How many bytes the records of a rank may take together."}
+    )
     rollout_engine_kwargs: dict | str | None = field(
         default=None,
         metadata={
@@ -421,6 +446,9 @@ class ConsistentGRPOConfig(GRPOConfig):
             )
         if self.ref_reset_steps is not None and self.ref_reset_steps < 1:
             raise ValueError(f"`ref_reset_steps` is {self.ref_reset_steps}. Expected a number of steps, or nothing.")
+        for name, least in (("steps", 0), ("limit", 1), ("bytes", 1)):
+            if (value := getattr(self, f"mismatch_record_{name}")) < least:
+                raise ValueError(f"`mismatch_record_{name}` is {value}. Expected {least} or more.")
         if self.beta == 0.0:
             for name in ("kl_estimator", "kl_bias_correction_ratio", "ref_reset_steps"):
                 if getattr(self, name) != type(self).__dataclass_fields__[name].default:

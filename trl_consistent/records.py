@@ -301,11 +301,13 @@ class RecordStore:
         return record.rows(worst.topk(number).indices.sort().values)
 
     def _evict(self) -> None:
-        """Removes the least bad of the older half until both limits hold."""
+        """Removes the least bad of the older half until both limits hold, and what killed runs left half written."""
+        for partial in self.folder.glob(f"step-*-rank-{self.rank:05}.safetensors.partial"):
+            partial.unlink(missing_ok=True)
         files = self._files()
         sizes = {file: file.stat().st_size for file in files}
         while len(files) > 1 and (len(files) > self.max_count or sum(sizes[file] for file in files) > self.max_bytes):
-            older = files[: max(1, len(files) // 2)]
+            older = files[: len(files) - len(files) // 2]
             least = min(older, key=_severity)
             least.unlink(missing_ok=True)
             files.remove(least)

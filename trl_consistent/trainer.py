@@ -53,7 +53,8 @@ from .metrics import (
     trust_region_metrics,
 )
 from .ratios import MAX_LOG_RATIO, mismatch_log_ratio, wide_dtype
-from .rollout.audit import EngineSettings, audit, report
+from .recorder import Recorder, fingerprint
+from .rollout.audit import EngineSettings, Finding, audit, report
 from .rollout.hf import decoding, settings
 from .rollout.precision import check_deterministic, check_precision, compute_dtype
 from .rollout.server import ServerDownError
@@ -138,6 +139,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     _seen: dict[str, Stat] = {}
     _lengths: Tensor | None = None
     _window: dict[str, dict[str, Stat]] = {}
+    _recorder: Recorder | None = None
     rollout_func: Callable[..., dict[str, Any]] | None
 
     def __init__(
@@ -189,13 +191,16 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self._reference_reset = ReferenceResetCallback(steps)
             self.add_callback(self._reference_reset)
         self._explains_default = preset is None and self._correction == Correction("sequence", "mask", None, 3.0)
-        self._check_engine(relies)
+        findings = self._check_engine(relies)
+        if option(self.args, "mismatch_record_steps"):
+            made_of = fingerprint(self, self._engine_settings, self._correction, self._old_logprobs, findings)
+            self._recorder = Recorder(self, made_of)
         if not known_to_trl:  # TRL computes (and logs as sampling/*) the raw token ratio, we replace it
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
 
-    def _check_engine(self, relies: bool) -> None:
-        """Refuses an engine that is not what was asked for, and says what else makes it disagree with the trainer."""
+    def _check_engine(self, relies: bool) -> list[Finding]:
+        """Refuses an engine that is not what was asked for, and says and returns what else makes it disagree."""
         engine, precision = self._engine_settings, option(self.args, "rollout_precision")
         check_precision(precision, compute_dtype(self.model, self.accelerator), engine.dtype)
         if option(self.args, "rollout_fp32_lm_head") and engine.head_dtype not in (None, torch.float32):
@@ -206,10 +211,11 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if relies:
             check_logprobs_mode(engine.logprobs_mode)
         if (audited := option(self.args, "rollout_audit")) == "off":
-            return
+            return []
         findings = audit(self, engine)
         if audited == "strict" or self.accelerator.is_main_process:
             report(findings, strict=audited == "strict")
+        return findings
 
     @property
     def _engine_settings(self) -> EngineSettings:
@@ -314,10 +320,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             return output  # nothing to compare, or compared between the training forward and the loss
         mask = self._loss_mask(output)
         if self._correction is None:
-            self._record(self._mismatch(old, sampling, mask))
+            self._record(self._mismatch(output, old, sampling, mask))
             self._hide_captured(output)
             return output
-        result, stats = self._measure(old, sampling, mask)
+        result, stats = self._measure(output, old, sampling, mask)
         correction = self._correction
         if not self._replaces_ratio:  # what counts is the ratio TRL will use
             weights = output["importance_sampling_ratio"].expand_as(result.weights)
@@ -351,7 +357,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     ) -> tuple:
         batch, self._in_loss = self._in_loss, None
         if batch is not None:  # its completion_mask is the loss mask, what the model attends to is another
-            attention_mask = torch.cat([attention_mask[:, :-logits_to_keep], batch.pop("attended")], dim=1)
+            attention_mask = torch.cat([attention_mask[:, :-logits_to_keep], batch["attended"]], dim=1)
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, *args)
         if self._sampling is None:
             output = super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
@@ -392,6 +398,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # What an interrupted run may have left.
         self._micro_batches, self._late_losses, self._late_scale, self._in_loss = (), (), None, None
+        if self._recorder is not None:
+            self._recorder.restart()
         try:
             return super().train(*args, **kwargs)
         except ServerDownError as error:
@@ -422,7 +430,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         return in_loss and scales_late(self.args, self._correction)
 
     def _measure(
-        self, old: Tensor, sampling: Tensor, mask: Tensor, mismatch: bool = True
+        self, batch: dict[str, Any], old: Tensor, sampling: Tensor, mask: Tensor, mismatch: bool = True
     ) -> tuple[CorrectionResult, dict[str, Stat]]:
         """What the correction makes of a batch, and the statistics of it and of the mismatch."""
         assert self._correction is not None
@@ -435,14 +443,24 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         result = correct(d, mask, correction, sampling=sampling, bounds=bounds)
         stats = correction_metrics(mask, result, correction.action)
         if mismatch:
-            stats |= self._mismatch(old, sampling, mask)
+            stats |= self._mismatch(batch, old, sampling, mask, result)
         if mismatch and (bounds or self._explains_default):
             stats |= noise_statistics(d, mask)
             self._lengths = level_lengths(d, mask, "sequence")
         return result, stats
 
-    def _mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> dict[str, Stat]:
-        """Statistics of the gap between trainer and engine, in log-probs and in what they keep."""
+    def _mismatch(
+        self,
+        batch: dict[str, Any],
+        old: Tensor,
+        sampling: Tensor,
+        mask: Tensor,
+        result: CorrectionResult | None = None,
+    ) -> dict[str, Stat]:
+        """Statistics of the gap between trainer and engine, in log-probs and in what they keep; hands the batch over to be
+        recorded."""
+        if self._recorder is not None and self.model.training:
+            self._recorder.add(batch, old, sampling, mask, result)
         outside, self._outside_support = self._outside_support, None
         stats = mismatch_metrics(old, sampling, mask)
         return stats if outside is None else stats | support_metrics(outside, mask)
@@ -480,10 +498,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             use = self._step % (self.args.steps_per_generation * self.num_iterations)
             fresh = not self.model.training or use < self.args.gradient_accumulation_steps
             if correction is None:
-                stats = self._mismatch(logps, sampling, mask) if fresh else {}
+                stats = self._mismatch(batch, logps, sampling, mask) if fresh else {}
                 self._hide_captured(batch)
             else:
-                result, stats = self._measure(logps, sampling, mask, mismatch=fresh)
+                result, stats = self._measure(batch, logps, sampling, mask, mismatch=fresh)
                 weights = result.weights
                 if self._old_logprobs == "rollout":  # the ratio of the loss is pi / mu
                     weights = torch.where(weights > 0, 1.0, weights)
@@ -641,6 +659,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 else:
                     self._check_noise()
             stats = {key: stat for key, stat in stats.items() if key != "noise"}
+        if self._recorder is not None and mode == "train":
+            self._recorder.complete(stats)
         before = self._window.get(mode)
         self._window = {**self._window, mode: stats if before is None else merge([before, stats])}
         return stats
@@ -686,3 +706,5 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             if isinstance(callback, MismatchLRCallback):
                 callback.report(logs)  # here, because the reporting integrations come before a user's callbacks
         super().log(logs, start_time)
+        if self._recorder is not None:
+            self._recorder.log(self.state.log_history[-1])

