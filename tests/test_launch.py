@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trl_consistent.records import read_logs, read_records, record_files
 from trl_consistent.rollout.environment import cpu_variables
 
 from .processes import fresh_environment
@@ -100,6 +101,13 @@ def test_two_ranks_reduce_sums_and_counts_in_one_collective(tiny_model, tmp_path
         assert first["weights"] != pytest.approx(first["kept"], rel=1e-5), "and not over each"
         of_means = (first["local_metrics"]["mismatch/k3/mean"] + second["local_metrics"]["mismatch/k3/mean"]) / 2
         assert log["mismatch/k3/mean"] != pytest.approx(of_means, rel=1e-3)
+    names = [file.name for file in record_files(tmp_path)]
+    assert names == [f"step-{step:08}-rank-{rank:05}.safetensors" for step in (1, 2) for rank in (0, 1)]
+    for record, log in zip(read_records(tmp_path), steps, strict=True):
+        assert len(record.mask) == 8 and record.own_metrics()["mismatch/k3/mean"] == pytest.approx(
+            log["mismatch/k3/mean"], rel=1e-4
+        )
+    assert read_logs(tmp_path / "mismatch") == ranks[0]["logs"]
 
 
 def test_reuse_is_recompute_on_two_ranks(tiny_model, tmp_path):

@@ -23,10 +23,11 @@ args = GRPOConfig(
     logging_steps=1, use_vllm=True, vllm_max_model_length=64, vllm_gpu_memory_utilization=0.1, bf16=False,
     report_to="tensorboard", save_strategy="no", correction="tis_two_sided", correction_normalize="token",
     rollout_engine_kwargs={"dtype": "bfloat16"}, activation_checkpointing=False,
+    mismatch_record_steps=1,
 )  # fmt: skip
 
 
-class Recorder(GRPOTrainer):
+class Watched(GRPOTrainer):
     """Keeps each rank's own statistics, and counts collectives, around the merge."""
 
     def _generate_and_score_completions(self, inputs):
@@ -46,7 +47,7 @@ class Recorder(GRPOTrainer):
         return merged
 
 
-trainer = Recorder(model=model, reward_funcs=letters_reward, args=args, train_dataset=dataset())
+trainer = Watched(model=model, reward_funcs=letters_reward, args=args, train_dataset=dataset())
 trainer.seen = []
 rank = trainer.accelerator.process_index
 generate = trainer.vllm_generation.generate
