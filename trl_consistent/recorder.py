@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from transformers import TrainerCallback
 
 from . import __version__, _compat
 from .config import FOLLOWED, engine_of, option, setting
 from .corrections import Correction, CorrectionResult
 from .metrics import Stat, finalize
-from .records import FOLDER, RECORDS, TOKENIZER, MismatchRecord, RecordStore, append_logs, merge_ranks
+from .records import FOLDER, RECORDS, TOKENIZER, MismatchRecord, RecordStore, append_logs, merge_ranks, set_aside
 from .rollout.audit import EngineSettings, Finding
 from .rollout.precision import compute_dtype
 
@@ -87,7 +87,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-class Recorder:
+class Recorder(TrainerCallback):
     """
     Keeps the newest rollout batch at hand, and writes it every `mismatch_record_steps` steps or when asked to.
 
@@ -106,16 +106,34 @@ class Recorder:
         limits = (option(args, "mismatch_record_limit"), option(args, "mismatch_record_bytes"))
         self._store = RecordStore(self.folder / RECORDS, *limits, rank=trainer.accelerator.process_index)
         self._failed = False
-        self.restart()
+        self._forget()
 
-    def restart(self) -> None:
-        """Forgets what an earlier training left, and does not mix its files with those of the next one."""
+    def _forget(self) -> None:
         self._parts: list[MismatchRecord] = []
         self._newest: list[MismatchRecord] = []
         self._stats: dict[str, Stat] = {}
         self._reasons: list[str] = []
         self._last_step: int | None = None
-        self._started = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forgets an earlier training, and keeps its files apart from those of this one, unless it goes on from there."""
+        self._forget()
+        if not state.is_world_process_zero or self._failed:
+            return  # the others write nothing before the ranks have met
+        with self._guarded("The folder for records"):
+            if state.global_step == 0:
+                set_aside(self.folder)
+            tokenizer = self.folder / TOKENIZER
+            if not tokenizer.exists():
+                partial = self.folder / f"{TOKENIZER}.partial"
+                _compat.text_tokenizer(self._trainer).save_pretrained(partial)
+                os.replace(partial, tokenizer)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Adds a line to the run's logs, on the main process."""
+        if state.is_world_process_zero and not self._failed:
+            with self._guarded("The log for reports"):
+                append_logs(self.folder, state.log_history[-1])
 
     def add(
         self, batch: dict[str, Any], old: Tensor, sampling: Tensor, mask: Tensor, result: CorrectionResult | None
@@ -129,9 +147,6 @@ class Recorder:
         """
         if self._failed:
             return
-        if not self._started:  # here, before the ranks meet: none has written yet
-            with self._guarded("The folder for records"):
-                self._start()
         self._parts.append(
             MismatchRecord(
                 prompt_ids=batch["prompt_ids"],
@@ -177,12 +192,6 @@ class Recorder:
             return record
         return None
 
-    def log(self, logs: dict[str, Any]) -> None:
-        """Adds a line to the run's logs, on the main process."""
-        if self._trainer.accelerator.is_main_process and not self._failed:
-            with self._guarded("The log for reports"):
-                append_logs(self.folder, logs)
-
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
         try:
@@ -194,20 +203,3 @@ class Recorder:
                 "records; training goes on. Make room or set another `output_dir`; `mismatch_record_steps=0` turns "
                 "records off."
             )
-
-    def _start(self) -> None:
-        """Once a training, before the first file: moves what an earlier run left here out of the way."""
-        self._started = True
-        trainer = self._trainer
-        if not trainer.accelerator.is_main_process:
-            return
-        if trainer.state.global_step == 0 and self.folder.exists():
-            earlier = self.folder.with_name(f"{FOLDER}.old")
-            shutil.rmtree(earlier, ignore_errors=True)
-            self.folder.replace(earlier)
-            logger.info(f"The records of an earlier run are in {earlier} now.")
-        tokenizer = self.folder / TOKENIZER
-        if not tokenizer.exists():
-            partial = self.folder / f"{TOKENIZER}.partial"
-            _compat.text_tokenizer(trainer).save_pretrained(partial)
-            os.replace(partial, tokenizer)

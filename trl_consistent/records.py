@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,6 +318,16 @@ def _severity(file: Path) -> float:
     with contextlib.suppress(ValueError, FileNotFoundError):
         return read_header(file)["metrics"].get(_SEVERITY, 0.0)
     return 0.0
+
+
+def set_aside(folder: str | Path) -> None:
+    """Renames the `mismatch` folder of an earlier run to `mismatch.old`, and removes what was there before it."""
+    folder = Path(folder)
+    if folder.is_dir():
+        earlier = folder.with_name(f"{folder.name}.old")
+        shutil.rmtree(earlier, ignore_errors=True)
+        folder.replace(earlier)
+        logger.info(f"The records of an earlier run are in {earlier} now.")
 
 
 def append_logs(folder: str | Path, logs: dict[str, Any]) -> None:

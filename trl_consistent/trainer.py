@@ -195,6 +195,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if option(self.args, "mismatch_record_steps"):
             made_of = fingerprint(self, self._engine_settings, self._correction, self._old_logprobs, findings)
             self._recorder = Recorder(self, made_of)
+            self.add_callback(self._recorder)
         if not known_to_trl:  # TRL computes (and logs as sampling/*) the raw token ratio, we replace it
             self.vllm_importance_sampling_mode = _compat.PASS_THROUGH_MODE
             self.vllm_importance_sampling_clip_min = self.vllm_importance_sampling_clip_max = None
@@ -398,8 +399,6 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # What an interrupted run may have left.
         self._micro_batches, self._late_losses, self._late_scale, self._in_loss = (), (), None, None
-        if self._recorder is not None:
-            self._recorder.restart()
         try:
             return super().train(*args, **kwargs)
         except ServerDownError as error:
@@ -706,5 +705,3 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             if isinstance(callback, MismatchLRCallback):
                 callback.report(logs)  # here, because the reporting integrations come before a user's callbacks
         super().log(logs, start_time)
-        if self._recorder is not None:
-            self._recorder.log(self.state.log_history[-1])
