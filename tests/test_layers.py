@@ -13,10 +13,11 @@ import trl_consistent
 
 PACKAGE = Path(trl_consistent.__file__).parent
 ORDER = [
-    "ratios", "kl", "corrections", "metrics", "calibration", "support", "loss", "records", "_compat", "config", "router_replay",
-    "rollout", "recorder", "diagnose", "report", "callbacks", "trainer", "run", "cli",
+    "ratios", "kl", "corrections", "metrics", "alerts", "calibration", "support", "loss", "records", "tables", "compare",
+    "export", "_compat", "config", "router_replay", "rollout", "trackers", "recorder", "diagnose", "report", "callbacks",
+    "trainer", "run", "cli",
 ]  # fmt: skip
-MATH = ORDER[:6]
+MATH = ORDER[:7]
 
 
 def layer(path: Path) -> str:

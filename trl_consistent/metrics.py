@@ -39,6 +39,8 @@ class Metric:
     """How values of many tokens become one."""
     healthy: tuple[float | None, float | None] = (None, None)
     """Smallest and largest value of a healthy dense bf16 run; `None` is open."""
+    critical: tuple[float | None, float | None] = (None, None)
+    """Values outside are critical; between healthy and critical is a warning. `None`: no value is critical."""
     source: str = ""
     """Where the definition or the range comes from."""
 
@@ -48,14 +50,22 @@ _DPPO = "https://huggingface.co/papers/2602.04879"
 _COLLAPSE = "https://richardli.xyz/rl-collapse"
 _ESS = "https://huggingface.co/papers/2602.17616"
 _SLIME = "slime: dense runs report .011 (abs_diff) and 1e-5 to 1e-3 (k3), collapsing ones 2 to 3 times their own level"
-_VERL = "verl's documented alarms, tightened"
+_VERL = "verl's documented alarms; the healthy mean is tightened"
 _OURS = "synthesis of published runs, not validated against labelled ones"
 
 METRICS: dict[str, Metric] = {
     metric.key: metric
     for metric in (
         Metric("mismatch/diff/mean", "nats", "trainer minus engine log-prob; a bias, not a size", "mean over tokens"),
-        Metric("mismatch/abs_diff/mean", "nats", "size of the log-prob gap", "mean over tokens", (None, 0.02), _SLIME),
+        Metric(
+            "mismatch/abs_diff/mean",
+            "nats",
+            "size of the log-prob gap",
+            "mean over tokens",
+            (None, 0.02),
+            (None, 0.05),
+            _SLIME,
+        ),
         Metric("mismatch/abs_diff/p50", "nats", "typical gap", "median over tokens, within 1.6 %"),
         Metric(
             "mismatch/abs_diff/p99",
@@ -63,9 +73,12 @@ METRICS: dict[str, Metric] = {
             "gap of the worst 1 %",
             "quantile over tokens, within 1.6 %",
             (None, 0.2),
+            (None, 1.0),
             _OURS,
         ),
-        Metric("mismatch/abs_diff/max", "nats", "largest gap of one token", "maximum", (None, 2.0), _OURS),
+        Metric(
+            "mismatch/abs_diff/max", "nats", "largest gap of one token", "maximum", (None, 2.0), (None, 7.0), _OURS
+        ),
         Metric("mismatch/k1/mean", "nats", "KL(engine || trainer), plain estimator", "mean over tokens", source=_KL),
         Metric(
             "mismatch/k3/mean",
@@ -73,6 +86,7 @@ METRICS: dict[str, Metric] = {
             "KL(engine || trainer), low-variance estimator: the number to watch",
             "mean over tokens",
             (None, 1e-3),
+            (None, 1e-2),
             f"{_KL}; {_SLIME}",
         ),
         Metric(
@@ -81,6 +95,7 @@ METRICS: dict[str, Metric] = {
             "size of the probability gap",
             "mean over tokens",
             (None, 0.004),
+            (None, 0.01),
             _DPPO,
         ),
         Metric("mismatch/prob_diff/max", "probability", "largest probability gap of one token", "maximum"),
@@ -90,6 +105,7 @@ METRICS: dict[str, Metric] = {
             "exp(diff), raw; 1 in expectation if tokens were drawn from the reported distribution",
             "mean over tokens",
             (0.98, 1.02),
+            (0.95, 1.05),
             _OURS,
         ),
         Metric("mismatch/ratio/min", "ratio", "smallest raw ratio", "minimum"),
@@ -107,6 +123,7 @@ METRICS: dict[str, Metric] = {
             "correlation of trainer and engine probabilities; low: log-probs belong to other tokens",
             "over tokens",
             (0.99, None),
+            (0.95, None),
             _OURS,
         ),
         Metric(
@@ -115,6 +132,7 @@ METRICS: dict[str, Metric] = {
             "effective sample size of raw token ratios",
             "(sum w)^2 / (n sum w^2)",
             (0.95, None),
+            (0.8, None),
             _ESS,
         ),
         Metric(
@@ -123,9 +141,18 @@ METRICS: dict[str, Metric] = {
             "effective sample size of raw sequence ratios",
             "(sum w)^2 / (n sum w^2)",
             (0.5, None),
+            (0.3, None),
             _ESS,
         ),
-        Metric("mismatch/chi2/token", "ratio", "mean squared ratio minus 1", "mean over tokens", (None, 0.05), _OURS),
+        Metric(
+            "mismatch/chi2/token",
+            "ratio",
+            "mean squared ratio minus 1",
+            "mean over tokens",
+            (None, 0.05),
+            (None, 1.0),
+            _OURS,
+        ),
         Metric(
             "mismatch/chi2/sequence",
             "ratio",
@@ -155,6 +182,7 @@ METRICS: dict[str, Metric] = {
             "log_ppl/old minus log_ppl/sampling",
             "mean over completions",
             (-0.005, 0.005),
+            (-0.02, 0.02),
             _OURS,
         ),
         Metric(
@@ -162,6 +190,7 @@ METRICS: dict[str, Metric] = {
             "share",
             "tokens without a sampling log-prob",
             "over tokens",
+            (None, 0.0),
             (None, 0.0),
             "a log-prob that is missing is a fault of the engine",
         ),
@@ -171,6 +200,7 @@ METRICS: dict[str, Metric] = {
             "tokens with an infinite log-ratio",
             "sum",
             (None, 0.0),
+            (None, 0.0),
             "a sampled token cannot be impossible",
         ),
         Metric(
@@ -179,7 +209,7 @@ METRICS: dict[str, Metric] = {
             "tokens that the trainer's own top-p, top-k or min-p would have dropped; they are kept all the same",
             "over tokens in the mask",
             (None, 0.02),
-            _OURS,
+            source=_OURS,
         ),
         *(
             Metric(
@@ -214,7 +244,7 @@ METRICS: dict[str, Metric] = {
             "rollout batches (of all ranks) that were rejected whole",
             "sum",
             (None, 0.0),
-            "it contributes nothing to the update",
+            source="it contributes nothing to the update",
         ),
         Metric(
             "correction/weight/mean",
@@ -222,9 +252,12 @@ METRICS: dict[str, Metric] = {
             "weight before normalization",
             "mean over kept tokens",
             (0.9, 1.1),
+            (0.5, 2.0),
             _VERL,
         ),
-        Metric("correction/weight/std", "ratio", "spread of the weights", "over kept tokens", (None, 1.0), _VERL),
+        Metric(
+            "correction/weight/std", "ratio", "spread of the weights", "over kept tokens", (None, 1.0), source=_VERL
+        ),
         Metric("correction/weight/min", "ratio", "smallest weight", "minimum"),
         Metric("correction/weight/max", "ratio", "largest weight", "maximum"),
         Metric(
@@ -233,6 +266,7 @@ METRICS: dict[str, Metric] = {
             "effective sample size of the weights",
             "(sum w)^2 / (n sum w^2)",
             (0.95, None),
+            (0.3, None),
             _ESS,
         ),
     )
