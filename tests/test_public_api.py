@@ -15,6 +15,7 @@ PUBLIC = {
     "Rejection", "Stat", "correct", "correction_metrics", "finalize", "kl_k1", "kl_k2", "kl_k3", "merge",
     "mismatch_log_ratio", "mismatch_metrics", "MismatchLRCallback", "TrustRegion",
     "reference_kl", "trust_region_mask", "MismatchRecord", "read_records", "worst_tokens",
+    "AlertEvent", "MismatchAlertCallback", "MismatchPanelCallback",
 }  # fmt: skip
 
 

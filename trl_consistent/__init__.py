@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
+    "AlertEvent": "alerts",
     "METRICS": "metrics",
     "PRESETS": "corrections",
     "ConsistentGRPOConfig": "config",
@@ -18,8 +19,10 @@ _HOME = {
     "Correction": "corrections",
     "CorrectionResult": "corrections",
     "Metric": "metrics",
+    "MismatchAlertCallback": "callbacks",
     "MismatchLRCallback": "callbacks",
     "MismatchRecord": "records",
+    "MismatchPanelCallback": "callbacks",
     "Rejection": "corrections",
     "Stat": "metrics",
     "TrustRegion": "corrections",
@@ -41,7 +44,10 @@ _HOME = {
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
+    from .alerts import AlertEvent as AlertEvent
+    from .callbacks import MismatchAlertCallback as MismatchAlertCallback
     from .callbacks import MismatchLRCallback as MismatchLRCallback
+    from .callbacks import MismatchPanelCallback as MismatchPanelCallback
     from .config import ConsistentGRPOConfig as ConsistentGRPOConfig
     from .corrections import PRESETS as PRESETS
     from .corrections import Correction as Correction

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that act on the logged metrics. `MismatchLRCallback` changes how far an update goes; what the loss weighs
-is `corrections.py`."""
+"""Callbacks that act on the logged metrics, and show them. What counts as an alert is `alerts.py`; what the loss weighs is
+`corrections.py`."""
 
+import contextlib
+import functools
+import io
 import logging
 import math
+import shutil
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+
+from .alerts import AlertEvent, Alerts, Thresholds, name_in, replay, value_of
 
 
 logger = logging.getLogger(__name__)
@@ -23,6 +32,86 @@ _SIGNALS = {
 _POWERS = {"ess_sqrt": 0.5, "ess_linear": 1.0}
 _PATIENCE = 10  # logs without the key before it is missed
 _FACTOR, _PERIOD, _FLOOR = 0.5, 1.8, 0.1  # of the length rule
+
+
+_ACTIONS = ("log", "record", "stop", "lower_lr")
+_LEVELS = {"warning": logging.WARNING, "critical": logging.ERROR, "recovered": logging.INFO}
+
+
+class GuardedCallback(TrainerCallback):
+    """A callback that cannot stop training: when one of its hooks raises, it says so once and does nothing from then on.
+
+    Subclass it and write hooks as usual. A hook that only rank 0 fails in is off on rank 0 only, so what all ranks must do
+    alike is not for code that can fail on one of them.
+    """
+
+    purpose = "what it does"
+    """What is off after a failure, in the words of the message."""
+    _is_off = False
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name in vars(TrainerCallback).keys() & vars(cls).keys():
+            if name.startswith("on_"):
+                setattr(cls, name, _guarded(vars(cls)[name]))
+
+    def _release(self) -> None:
+        """Undoes what must not outlast a failure."""
+
+
+def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def guarded(self: GuardedCallback, *args: Any, **kwargs: Any) -> Any:
+        if self._is_off:
+            return None
+        try:
+            return hook(self, *args, **kwargs)
+        except Exception as error:
+            self._is_off = True
+            with contextlib.suppress(Exception):
+                self._release()
+            logger.error(
+                f"`{type(self).__name__}` failed in `{hook.__name__}` with {error!r}. Training goes on; off from now on: "
+                f"{self.purpose}.",
+                exc_info=True,
+            )
+            return None
+
+    return guarded
+
+
+class ScalesLR(TrainerCallback):
+    """Multiplies learning rates by `lr_scale`, from the start of a step until its update, so that no scheduler and no
+    checkpoint sees it. Several such callbacks multiply, in any order."""
+
+    lr_scale = 1.0
+
+    def __init__(self) -> None:
+        self._scales: dict[int, float] = {}
+        self._groups: list[dict[str, Any]] = []
+
+    # Not in `on_pre_optimizer_step`: DeepSpeed's engine steps within the backward pass.
+    def _scale_lr(self, optimizer: Any) -> None:
+        self._groups = optimizer.param_groups
+        # One dict for all such callbacks, which outlasts the step for `report`.
+        self._scales = self._groups[0].setdefault("_lr_scales", {})
+        self._scales[id(self)] = self.lr_scale
+        for group in self._groups:
+            unscaled = group.setdefault("_unscaled_lr", group["lr"])
+            scale = math.prod(self._scales.values())
+            group["lr"] = unscaled if scale == 1 else unscaled * scale  # not in place: schedulers fill tensors
+
+    def _restore_lr(self) -> None:
+        for group in self._groups:
+            group.pop("_lr_scales", None)
+            if "_unscaled_lr" in group:
+                group["lr"] = group.pop("_unscaled_lr")
+        self._groups = []
+
+    def report(self, logs: dict[str, Any]) -> None:
+        """Adds the scale that the logged steps used, if these are the logs of training steps."""
+        if "learning_rate" in logs and self._scales:
+            logs["lr_scale"] = math.prod(self._scales.values())
 
 
 class _Resumable(TrainerCallback, ExportableState):
@@ -46,7 +135,7 @@ class _Resumable(TrainerCallback, ExportableState):
                 setattr(self, name, value)
 
 
-class MismatchLRCallback(_Resumable):
+class MismatchLRCallback(ScalesLR, _Resumable):
     """
     Scales the scheduler's learning rate down while the mismatch, or its early sign, grows.
 
@@ -63,7 +152,8 @@ class MismatchLRCallback(_Resumable):
     (decoupled weight decay included). A log acts on the steps after it: with `logging_steps=1` the scale is one step late,
     where VCPO uses the ESS of the very batch. Without a usable value the scale stays and a warning says so once. The scale
     is in every checkpoint, and a run resumed with the same arguments continues from it, whatever
-    `restore_callback_states_from_checkpoint` says. Add at most one.
+    `restore_callback_states_from_checkpoint` says. Add at most one. With `MismatchAlertCallback(["lower_lr"])` the scales
+    multiply, and the logged `lr_scale` is their product.
 
     `lr_scale` is in `state.log_history`. `ConsistentGRPOTrainer` also gives it to the `report_to` integrations; for these
     to have it from another trainer, call `trainer.callback_handler.callbacks.insert(0, callback)` instead of adding it.
@@ -107,8 +197,8 @@ class MismatchLRCallback(_Resumable):
         if baseline_steps < 1:
             raise ValueError(f"`baseline_steps` is {baseline_steps}, a baseline needs steps: set it to 1 or more.")
         self.rule, self.base_ess, self.surge, self.baseline_steps = rule, base_ess, surge, baseline_steps
+        super().__init__()
         self._warned, self._missed = False, 0
-        self._unscaled: list[tuple[dict[str, Any], Any]] = []
         self._start()
 
     def _start(self) -> None:
@@ -120,30 +210,15 @@ class MismatchLRCallback(_Resumable):
         self._start()
         super().on_train_begin(args, state, control, **kwargs)
 
-    # Not `on_pre_optimizer_step`: DeepSpeed's engine steps within the backward pass.
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        self._restore()  # after a step that an exception cut short
         if self.surge_step is not None:
             # scale = max(floor, factor ^ floor(steps since the surge / period))
             halvings = (state.global_step - self.surge_step) // max(1, round(_PERIOD * self.surge_step))
             self.lr_scale = max(_FLOOR, _FACTOR**halvings)
-        if self.lr_scale != 1.0:
-            self._unscaled = [(group, group["lr"]) for group in optimizer.param_groups]
-            for group, lr in self._unscaled:
-                group["lr"] = lr * self.lr_scale  # not in place: a rate may be a tensor that the scheduler fills
+        self._scale_lr(optimizer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for group, lr in self._unscaled:
-            group["lr"] = lr
-        self._unscaled = []
-
-    def report(self, logs: dict[str, Any]) -> None:
-        """Adds the scale that the logged steps used, if these are the logs of training steps."""
-        if "learning_rate" in logs:
-            logs["lr_scale"] = self.lr_scale
+        self._restore_lr()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs or "learning_rate" not in logs:
@@ -190,3 +265,256 @@ class ReferenceResetCallback(_Resumable):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.is_due = self.is_due or state.global_step % self.steps == 0
+
+
+class MismatchAlertCallback(GuardedCallback, ScalesLR):
+    """
+    Says when the mismatch leaves its healthy range, multiplies, or is about to, and acts on it.
+
+    Reads the logs alone, so it works with any trainer that logs the keys of [`METRICS`], and with TRL's own `GRPOTrainer` by
+    its `sampling/sampling_logp_difference/*`. Three rules, [`METRICS`] has the ranges:
+
+    - *level*: outside the healthy range, or the critical one;
+    - *baseline*: k3 or |d| above 2 (critical: 5) times the run's own level;
+    - *trend*: k3 or |d| rising, or the ESS of sequences falling, so that another window leads out of the healthy range.
+
+    One noisy log is no alert, see `persistence`; what must be zero, such as `mismatch/nonfinite_count`, is told at once. A
+    metric has one episode at a time. It is told when it opens, when it turns critical, and when it is over: after twice
+    `persistence[1]` logs in a row with nothing wrong. Every rank decides by itself, from the same logs; rank 0 writes. A
+    resumed run reads its past from `state.log_history` and goes on as if it had never stopped.
+
+    Args:
+        actions (*optional*, defaults to `("log", "record")`):
+            What to do with an event.
+
+            - `"log"`: rank 0 logs a warning, an error (critical) or an info (recovered).
+            - `"record"`: warnings and critical events go to `record_requests`; `ConsistentGRPOTrainer` writes the batch.
+            - `"stop"`: a critical event ends training after the step, on every rank.
+            - `"lower_lr"`: the learning rate is halved while a critical episode lasts, as by [`MismatchLRCallback`].
+            - A function `(event, args, state, control)`: called on every rank with each [`AlertEvent`]; one that raises is
+              called no more.
+        thresholds (`dict`, *optional*):
+            `{key: (warn, critical)}` in place of the ranges of [`METRICS`], which are those of dense bf16. For MoE or fp8, try
+            `{"mismatch/abs_diff/mean": (0.04, 0.08), "mismatch/k3/mean": (3e-3, 2e-2)}`. Either may be `None`, or a pair
+            `(low, high)` where both sides are bad; `{key: None}` watches the metric no more. Any logged key will do.
+        window (`int`, *optional*, defaults to `30`):
+            Logs that make a trend, a baseline, and the scatter that an alert must exceed.
+        persistence (`tuple[int, int]`, *optional*, defaults to `(3, 5)`):
+            A value must be outside in so many of the last so many logs.
+
+    Attributes:
+        record_requests (`list[AlertEvent]`):
+            Events that ask for a record, on every rank. The trainer empties it after each log.
+
+    Example:
+
+    ```python
+    trainer = GRPOTrainer(..., callbacks=[MismatchAlertCallback(actions=["log", "stop"])])
+    ```
+    """
+
+    purpose = "mismatch alerts and their actions"
+
+    def __init__(
+        self,
+        actions: Iterable[str | Callable[[AlertEvent, Any, Any, Any], Any]] = ("log", "record"),
+        *,
+        thresholds: Thresholds | None = None,
+        window: int = 30,
+        persistence: tuple[int, int] = (3, 5),
+    ):
+        super().__init__()
+        self.actions = (actions,) if isinstance(actions, str) or callable(actions) else tuple(actions)
+        for action in self.actions:
+            if action not in _ACTIONS and not callable(action):
+                names = ", ".join(map(repr, _ACTIONS))
+                raise ValueError(
+                    f"`actions` holds {action!r}; choose from {names}, or give a function (event, args, state, control)."
+                )
+        self._new_alerts = functools.partial(Alerts, thresholds=thresholds, window=window, persistence=persistence)
+        self._start(())
+
+    def _start(self, log_history: Iterable[dict[str, Any]]) -> None:
+        self._alerts, self._missed = self._new_alerts(), 0
+        self._calls = [action for action in self.actions if callable(action)]
+        self.record_requests: list[AlertEvent] = []
+        replay(log_history, self._alerts)
+        self._follow()
+
+    def _follow(self) -> None:
+        is_critical = any(event.severity == "critical" for event in self._alerts.open.values())
+        self.lr_scale = _FACTOR if is_critical and "lower_lr" in self.actions else 1.0
+
+    def _release(self) -> None:
+        self._restore_lr()
+        self._scales.pop(id(self), None)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start(state.log_history)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if "lower_lr" in self.actions:
+            self._scale_lr(optimizer)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._restore_lr()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not logs:
+            return
+        self.report(logs)
+        if state.log_history:
+            self.report(state.log_history[-1])  # the trainer copied the logs before it called us
+        for event in self._alerts.update(state.global_step, logs):
+            self._act(event, args, state, control)
+        self._follow()
+        if "learning_rate" in logs and not self._alerts.has_seen_any:
+            self._missed += 1
+            if self._missed == _PATIENCE and state.is_world_process_zero:
+                logger.warning(
+                    f"`MismatchAlertCallback` found none of its metrics in {_PATIENCE} logs, so it can alert to nothing. They "
+                    "need the rollout engine's log-probs: use `ConsistentGRPOTrainer`, or `use_vllm=True` with `GRPOTrainer`."
+                )
+
+    def _act(self, event: AlertEvent, args: Any, state: Any, control: Any) -> None:
+        writes = state.is_world_process_zero
+        if "log" in self.actions and writes:
+            with tqdm.external_write_mode(file=sys.stderr):  # not across the progress bar
+                logger.log(_LEVELS[event.severity], event.message)
+        if "record" in self.actions and event.severity != "recovered":
+            self.record_requests.append(event)
+        if "stop" in self.actions and event.severity == "critical":
+            control.should_training_stop = True
+            if writes:
+                logger.error(
+                    f"Training stops at step {event.step}: `{event.key}` is critical and `actions` holds 'stop'."
+                )
+        for call in list(self._calls):
+            try:
+                call(event, args, state, control)
+            except Exception as error:
+                self._calls.remove(call)
+                name = getattr(call, "__qualname__", repr(call))
+                logger.error(
+                    f"The action `{name}` of `MismatchAlertCallback` raised {error!r} and is not called again. The other "
+                    "actions go on.",
+                    exc_info=True,
+                )
+
+
+class MismatchPanelCallback(GuardedCallback):
+    """
+    Keeps a small panel under the progress bar: k3, |d|, ESS, what the correction did, and what is wrong now.
+
+    Only rank 0 shows it, only where the progress bar is on a terminal; elsewhere it does nothing. It is redrawn in place at
+    each log; with `log_completions=True`, which prints a table there, it is printed above that table instead. Needs `rich`.
+
+    Args:
+        thresholds, window, persistence (*optional*):
+            As of [`MismatchAlertCallback`]: what the panel calls an alert.
+
+    Example:
+
+    ```python
+    trainer = GRPOTrainer(..., callbacks=[MismatchAlertCallback(), MismatchPanelCallback()])
+    ```
+    """
+
+    purpose = "the mismatch panel"
+
+    def __init__(
+        self,
+        *,
+        thresholds: Thresholds | None = None,
+        window: int = 30,
+        persistence: tuple[int, int] = (3, 5),
+    ):
+        self._new_alerts = functools.partial(Alerts, thresholds=thresholds, window=window, persistence=persistence)
+        self._alerts = self._new_alerts()
+        self._bars: list[Any] = []
+        self._lines: list[str] = []
+        self._shows = self._is_live = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._shows = state.is_world_process_zero and not args.disable_tqdm and sys.stderr.isatty()
+        self._is_live = not getattr(args, "log_completions", False)
+        self._lines = []
+        if not self._shows:
+            return
+        try:
+            import rich  # noqa: F401
+        except ImportError:
+            self._shows = False
+            logger.warning("`MismatchPanelCallback` shows nothing, because rich is not installed: `pip install rich`.")
+        self._alerts = self._new_alerts()
+        replay(state.log_history, self._alerts)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not self._shows or not logs or "learning_rate" not in logs:
+            return
+        self._alerts.update(state.global_step, logs)
+        self._lines = panel(state.global_step, logs, self._alerts, shutil.get_terminal_size().columns - 1)
+        if not self._is_live:
+            tqdm.write("\n".join(self._lines), file=sys.stderr)
+            return
+        while len(self._bars) < len(self._lines):  # below the progress bar, which has position 0
+            self._bars.append(tqdm(position=len(self._bars) + 1, bar_format="{desc}", leave=False, file=sys.stderr))
+        for bar, line in zip(self._bars, self._lines, strict=True):
+            bar.set_description_str(line)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        was_live = bool(self._bars)
+        self._release()
+        if was_live:
+            tqdm.write("\n".join(self._lines), file=sys.stderr)  # the last one stays
+
+    def _release(self) -> None:
+        while self._bars:
+            self._bars.pop().close()
+
+
+_STYLES = {"warning": "yellow", "critical": "bold red"}
+_NUMBERS = (("k3", "mismatch/k3/mean", "{:.2g}"), ("|d|", "mismatch/abs_diff/mean", "{:.4f}"))
+_SHARES = (("ESS token", "mismatch/ess/token"), ("sequence", "mismatch/ess/sequence"))
+
+
+def panel(step: int, logs: dict[str, Any], alerts: Alerts, width: int) -> list[str]:
+    """The panel of a log: five lines for a terminal of this width."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    wrong = alerts.open
+
+    def shown(name: str, key: str, form: str) -> Text:
+        value = value_of(logs, name_in(logs, key))
+        style = _STYLES[wrong[key].severity] if key in wrong else "green" if value is not None else "dim"
+        return Text(f"{name} ").append(form.format(value) if value is not None else "–", style)
+
+    gap = Text("   ")
+    numbers = [shown(*row) for row in _NUMBERS] + [shown(name, key, "{:.1%}") for name, key in _SHARES]
+    acted = [
+        f"{verb} {sum(shares):.2%}"
+        for verb in ("truncated", "masked", "rejected")
+        if (
+            shares := [
+                x
+                for side in ("low", "high")
+                if (x := value_of(logs, f"correction/{verb}_fraction/{side}")) is not None
+            ]
+        )
+    ]
+    state = gap.join(
+        Text(f"{event.severity}: {event.key} since step {event.step}", _STYLES[event.severity])
+        for event in sorted(wrong.values(), key=lambda event: event.severity)
+    )
+    body = [
+        gap.join(numbers),
+        Text("   ".join(acted) or "no correction in the logs"),
+        state or Text("no alerts", "green"),
+    ]
+    for line in body:
+        line.truncate(max(width - 4, 1), overflow="ellipsis")
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    console.print(Panel(Text("\n").join(body), title=f"mismatch, step {step}", title_align="left"))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from .calibration import (
     level_lengths,
     noise_statistics,
 )
-from .callbacks import MismatchLRCallback, ReferenceResetCallback
+from .callbacks import ReferenceResetCallback, ScalesLR
 from .config import correction_of, engine_of, option, sampling_of
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
@@ -702,6 +702,6 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                     "or find the cause of the mismatch."
                 )
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, MismatchLRCallback):
+            if isinstance(callback, ScalesLR):
                 callback.report(logs)  # here, because the reporting integrations come before a user's callbacks
         super().log(logs, start_time)
