@@ -388,3 +388,23 @@ def test_transformers_builds_its_logits_processors_in_one_place_and_batches_with
     assert ContinuousBatchingConfig().return_logprobs is False
     source = inspect.getsource(GRPOTrainer._generate_single_turn)
     assert source.count(".generate(") == 2 and "continuous_batching_config=self.continuous_batching_config" in source
+
+
+def test_callbacks_of_trackers_hold_what_we_send_to():
+    from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback, rewrite_logs
+
+    assert "self.tb_writer.add_scalar(k, v, state.global_step)" in source(TensorBoardCallback.on_log)
+    wandb, trackio = source(WandbCallback.on_log), source(TrackioCallback.on_log)
+    assert 'self._wandb.log({**non_scalar_logs, "train/global_step": state.global_step})' in wandb
+    assert 'define_metric("*", step_metric="train/global_step", step_sync=True)' in source(WandbCallback.setup)
+    assert 'self._trackio.log({**non_scalar_logs, "train/global_step": state.global_step})' in trackio
+    assert rewrite_logs({"a/b": 1, "eval_a/b": 2}) == {"train/a/b": 1, "eval/a/b": 2}
+
+
+def test_trackio_counts_the_steps_of_its_calls():
+    from trackio.context_vars import current_run
+    from trackio.run import Run
+
+    assert current_run.get() is None
+    body = source(Run.log)
+    assert "step = self._next_step\n" in body and "self._next_step = max(self._next_step, step + 1)" in body

@@ -11,8 +11,10 @@ from trl_consistent.metrics import (
     METRICS,
     correction_metrics,
     finalize,
+    histograms,
     merge,
     mismatch_metrics,
+    on_host,
     reference_metrics,
     support_metrics,
     trust_region_metrics,
@@ -135,6 +137,74 @@ def test_huge_log_ratios_saturate_instead_of_overflowing():
     m = measured(old, sampling, torch.ones(2, 4096))
     assert all(math.isfinite(value) for value in m.values())
     assert m["mismatch/abs_diff/max"] == 120
+
+
+def filled(histogram):
+    """Counts of the bins that are not empty, by their edges."""
+    bins = zip(histogram.edges[:-1], histogram.edges[1:], histogram.counts, strict=True)
+    return {(low, high): count for low, high, count in bins if count}
+
+
+def counted(old=OLD, sampling=SAMPLING, mask=MASK):
+    return {key: filled(each) for key, each in histograms(mismatch_metrics(old, sampling, mask)).items()}
+
+
+def test_histograms_count_signed_tokens_and_completions():
+    # half octaves: edges 2^k and 1.5 * 2^k, on both sides of 0. d: .2 0 -1 .2 | 0 -.2 | -3.0 0 1.2; -1 is on an edge
+    zero = (-(2.0**-16), 2.0**-16)
+    assert counted()["mismatch/diff"] == {
+        (-4.0, -3.0): 1, (-1.5, -1.0): 1, (-0.25, -0.1875): 1, zero: 3, (0.1875, 0.25): 2, (1.0, 1.5): 1
+    }  # fmt: skip
+    # sums of d: -.6, -.2, -1.8
+    assert counted()["mismatch/log_sequence_ratio"] == {(-0.75, -0.5): 1, (-0.25, -0.1875): 1, (-2.0, -1.5): 1}
+
+
+def test_histogram_edges_are_fixed_and_the_outermost_bins_are_open():
+    # d: 1e-9 and -1e-5 are in the bin around 0, 2e-5 is the first above 2^-16 = 1.526e-5, +-300 and -1e6 are beyond 2^8
+    d = torch.tensor([[1e-9, -1e-5, 2e-5, 300.0, -300.0, -1e6]])
+    both = histograms(mismatch_metrics(d, torch.zeros_like(d), torch.ones_like(d)))
+    edges = both["mismatch/diff"].edges
+    assert edges == both["mismatch/log_sequence_ratio"].edges == [-edge for edge in reversed(edges)]
+    assert len(edges) == 98 and edges[-3:] == [128.0, 192.0, 256.0] and edges[49:51] == [2.0**-16, 1.5 * 2.0**-16]
+    zero, beyond = (-(2.0**-16), 2.0**-16), (192.0, 256.0)
+    first = (2.0**-16, 1.5 * 2.0**-16)
+    assert filled(both["mismatch/diff"]) == {(-256.0, -192.0): 2, zero: 2, first: 1, beyond: 1}
+
+
+def test_histograms_of_two_ranks_add_up_to_that_of_all_tokens():
+    old, sampling, mask = random_batch(rows=9)
+    parts = [mismatch_metrics(old[rows], sampling[rows], mask[rows]) for rows in (slice(0, 2), slice(2, 9))]
+    whole = histograms(mismatch_metrics(old, sampling, mask))
+    assert histograms(merge(parts)) == whole
+    assert sum(whole["mismatch/diff"].counts) == mask.sum()
+    assert sum(whole["mismatch/log_sequence_ratio"].counts) == 9
+    below = ((old - sampling < -(2.0**-16)) & mask.bool()).sum()
+    assert sum(whole["mismatch/diff"].counts[:48]) == below
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e4])
+def test_histograms_ignore_padding_and_tokens_that_are_unscored_or_infinite(poison):
+    assert counted(torch.where(MASK.bool(), OLD, poison), torch.where(MASK.bool(), SAMPLING, -poison)) == counted()
+    sampling = SAMPLING.clone()
+    sampling[0, 0], sampling[2, 1] = NAN, -INF
+    # left: 0 -1 .2 | 0 -.2 | -3 1.2; sums -.8 and -.2, the last completion has an infinite token
+    zero = (-(2.0**-16), 2.0**-16)
+    assert counted(sampling=sampling) == {
+        "mismatch/diff": {
+            (-4.0, -3.0): 1, (-1.5, -1.0): 1, (-0.25, -0.1875): 1, zero: 2, (0.1875, 0.25): 1, (1.0, 1.5): 1
+        },
+        "mismatch/log_sequence_ratio": {(-1.0, -0.75): 1, (-0.25, -0.1875): 1},
+    }  # fmt: skip
+
+
+def test_no_tokens_no_histograms():
+    assert counted(mask=torch.zeros_like(MASK)) == {}
+    assert histograms(reference_metrics(OLD, SAMPLING, MASK)) == {} == histograms({})
+
+
+def test_what_was_moved_to_the_host_makes_the_same_numbers():
+    stats = mismatch_metrics(OLD, SAMPLING, MASK)
+    assert finalize(on_host(stats)) == measured() and histograms(on_host(stats)) == histograms(stats)
 
 
 def test_merging_parts_is_the_whole_batch():
@@ -267,7 +337,7 @@ def test_percentiles_and_counts_are_right_above_two_to_the_24_tokens():
     assert logged["mismatch/abs_diff/p99"] == pytest.approx(0.4, rel=0.016)  # 86 / 4300 = 2 %
     # (86 * .4 + .0125 + 4213 * .1) / 4300
     assert logged["mismatch/abs_diff/mean"] == pytest.approx(0.1059797, rel=1e-5)
-    counts = stats["abs_diff_histogram"].value
+    counts = stats["diff_histogram"].value
     assert counts.sum() == 4300 * 4096 and counts.max() == 4213 * 4096
 
 

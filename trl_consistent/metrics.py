@@ -308,24 +308,47 @@ def merge(parts: Iterable[dict[str, Stat]]) -> dict[str, Stat]:
     }
 
 
-# |d| falls into bins of a float's own exponent and top mantissa bits: 32 bins per octave from 2^-24 to 2^8, each 3.1 %
-# wide at most. Counting is exact, merging is a sum, and no sort or size limit is involved.
+# Values fall into bins of a float's own sign, exponent and top mantissa bits: on each side of 0, 32 bins per octave from
+# 2^-24 to 2^8, each 3.1 % wide at most. Counting is exact, merging is a sum, and no sort or size limit is involved.
 _MANTISSA_BITS = 5
 _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -24, 8
 _BINS = (_HIGHEST_OCTAVE - _LOWEST_OCTAVE) << _MANTISSA_BITS
 
 
-def _histogram(x: Float[Tensor, "B T"], weights: Shaped[Tensor, "B T"] | None = None) -> Shaped[Tensor, " n"]:
-    """The sum of weights, 1 if left out, in each bin; 0 falls into the first."""
-    bits = x.view(torch.int32) >> (23 - _MANTISSA_BITS)
-    bins = bits.sub_((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS).clamp_(0, _BINS - 1).long().flatten()
-    counts = _wide(torch.zeros(_BINS, device=x.device))
-    each = counts.new_ones(()).expand(x.numel()) if weights is None else weights.flatten().to(counts.dtype)
-    return counts.scatter_add_(0, bins, each)
+# Counted is by all the leading bits, which takes fewer passes than to clamp every value; folding them comes once, at the end.
+_COUNTERS = 1 << (9 + _MANTISSA_BITS)
+
+
+def _counters(device: torch.device) -> Float[Tensor, " m"]:
+    return _wide(torch.zeros(_COUNTERS, device=device))
+
+
+def _count(counters: Float[Tensor, " m"], x: Float[Tensor, "*shape"], weights: Tensor | None = None) -> None:
+    """Adds the weights, 1 if left out, of the values to their counters."""
+    leading = (x.view(torch.int32) >> (23 - _MANTISSA_BITS)).bitwise_and_(_COUNTERS - 1).long().flatten()
+    each = counters.new_ones(()).expand(x.numel()) if weights is None else weights.flatten().to(counters.dtype)
+    counters.scatter_add_(0, leading, each)
+
+
+def _folded(counters: Float[Tensor, " m"]) -> Float[Tensor, "2 n"]:
+    """The counts in the bins of |x|: of positive values, and of negative ones. 0 and what lies beyond are in the outermost."""
+    sides, start = counters.view(2, -1), (127 + _LOWEST_OCTAVE) << _MANTISSA_BITS
+    below, inside, above = sides.tensor_split((start, start + _BINS), dim=1)
+    counts = inside.clone()
+    counts[:, 0] += below.sum(dim=1)
+    counts[:, -1] += above.sum(dim=1)
+    return counts
+
+
+def _histogram(x: Float[Tensor, "*shape"], weights: Tensor | None = None) -> Float[Tensor, " n"]:
+    """The sum of weights, 1 if left out, in each bin of |x|."""
+    counters = _counters(x.device)
+    _count(counters, x, weights)
+    return _folded(counters).sum(dim=0)
 
 
 def _bin_edges(device: torch.device) -> Float[Tensor, " n"]:
-    """Where the bins start, and where the last one ends."""
+    """Where the bins of |x| start, and where the last one ends."""
     bits = torch.arange(_BINS + 1, dtype=torch.int32, device=device) + ((127 + _LOWEST_OCTAVE) << _MANTISSA_BITS)
     return (bits << (23 - _MANTISSA_BITS)).view(torch.float32)
 
@@ -368,13 +391,19 @@ def mismatch_metrics(
     completion with an infinite token enters no sequence statistic. Rows without tokens enter nothing.
     """
     check_shapes(old=old, sampling=sampling, mask=mask)
-    return merge(_mismatch_rows(*(x[rows] for x in (old, sampling, mask))) for rows in row_blocks(old))
+    counters = {name: _counters(old.device) for name in ("diff", "log_sequence")}
+    stats = merge(_mismatch_rows(old[rows], sampling[rows], mask[rows], counters) for rows in row_blocks(old))
+    return stats | {f"{name}_histogram": Stat(_folded(count).flatten(), "sum") for name, count in counters.items()}
 
 
 def _mismatch_rows(
-    old: Float[Tensor, "B T"], sampling: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+    old: Float[Tensor, "B T"],
+    sampling: Float[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
+    counters: dict[str, Float[Tensor, " m"]],
 ) -> dict[str, Stat]:
-    """[`mismatch_metrics`] of a few rows. Each pass over memory counts, so what is selected is selected once."""
+    """[`mismatch_metrics`] of a few rows, without the histograms, which are added to `counters`. Each pass over memory
+    counts, so what is selected is selected once."""
     old, sampling = old.detach().float(), sampling.detach().float()
     inside = mask.bool()
     # What `mismatch_log_ratio` calls unscored is NaN here, what it calls infinite is infinite or NaN.
@@ -398,8 +427,8 @@ def _mismatch_rows(
     excess = torch.expm1(bounded)  # ratio - 1, exact near d = 0
     p_old, p_sampling = old.exp(), sampling.exp()
     prob_diff = (p_old - p_sampling).abs_()
-    counts = _histogram(abs_diff)
-    counts[0] -= d.numel() - number.sum()  # what is not scored has 0 there
+    _count(counters["diff"], d)
+    counters["diff"][0] -= d.numel() - number.sum()  # what is not scored has 0 there
     stats = {
         "tokens": _scalar(tokens.sum()),
         "scored": _scalar(number.sum()),
@@ -409,7 +438,6 @@ def _mismatch_rows(
         "abs_diff": total(abs_diff),
         "abs_diff_min": extreme(abs_diff, scored, "min"),
         "abs_diff_max": _scalar(abs_diff.amax(), "max"),
-        "abs_diff_histogram": Stat(counts, "sum"),
         "k3": total(excess - d),  # `kl_k3`
         "excess": total(excess),
         "excess_squared": total(excess.square()),
@@ -429,12 +457,13 @@ def _mismatch_rows(
     lengths = number.clamp(min=1)
     log_sequence = _wide(d.sum(dim=-1))
     log_geometric = log_sequence / lengths
+    _count(counters["log_sequence"], log_sequence.float(), whole)
 
     def logsumexp(x: Tensor) -> Stat:
         return Stat(torch.logsumexp(torch.where(whole, x, -math.inf), dim=0, keepdim=True), "logsumexp")
 
-    def per_row(x: Tensor) -> Stat:
-        return _scalar(torch.where(whole, x.sum(dim=-1) / lengths, 0.0).sum(dtype=wide))
+    def minus_mean(x: Tensor) -> Stat:
+        return _scalar(-torch.where(whole, x.sum(dim=-1) / lengths, 0.0).sum(dtype=wide))
 
     stats |= {
         "sequences": _scalar(whole.sum()),
@@ -445,8 +474,8 @@ def _mismatch_rows(
         "log_geometric": logsumexp(log_geometric),
         "log_geometric_min": extreme(log_geometric, whole, "min"),
         "log_geometric_max": extreme(log_geometric, whole, "max"),
-        "log_ppl_old": per_row(-old),
-        "log_ppl_sampling": per_row(-sampling),
+        "log_ppl_old": minus_mean(old),
+        "log_ppl_sampling": minus_mean(sampling),
     }
     return stats
 
@@ -531,6 +560,53 @@ def counted_as_batch(stats: dict[str, Stat]) -> dict[str, Stat]:
     return {**stats, "rejected_batches": Stat(rejected.to(stats["kept"].value.dtype), "sum")}
 
 
+def on_host(stats: dict[str, Stat]) -> dict[str, Stat]:
+    """The same statistics on the CPU, in one transfer, for [`finalize`] and [`histograms`] to share."""
+    flat = torch.cat([stat.value for stat in stats.values()]).cpu() if stats else torch.empty(0)
+    out = {}
+    for key, stat in stats.items():
+        out[key], flat = Stat(flat[: len(stat.value)], stat.reduction), flat[len(stat.value) :]
+    return out
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values lie between one edge and the next."""
+
+    edges: list[float]
+    """Ascending, one more than there are counts; the same for every batch. The outermost bins hold what lies beyond."""
+    counts: list[int]
+    """A value on an edge is counted in the bin that is farther from 0."""
+
+
+# On each side of 0, two bins per octave; what is smaller than the first edge is in one bin around 0.
+_EDGE_OCTAVE = -16
+_FINE_PER_COARSE = 1 << (_MANTISSA_BITS - 1)
+
+
+def histograms(stats: dict[str, Stat]) -> dict[str, Histogram]:
+    """Histograms of (merged) statistics of [`mismatch_metrics`], on 97 bins that are log-spaced on both sides of 0.
+
+    `mismatch/diff` counts `d` of the scored tokens, `mismatch/log_sequence_ratio` its sum over each completion without an
+    infinite token. One that would be empty is left out. One transfer to the host, none after [`on_host`].
+
+    Sign: as of [`mismatch_log_ratio`].
+    """
+    names = {"mismatch/diff": "diff_histogram", "mismatch/log_sequence_ratio": "log_sequence_histogram"}
+    found = on_host({key: stats[name] for key, name in names.items() if name in stats})
+    first = (_EDGE_OCTAVE - _LOWEST_OCTAVE) * 2
+    outward = _bin_edges(torch.device("cpu"))[::_FINE_PER_COARSE][first:]
+    edges = torch.cat([-outward.flip(0), outward]).tolist()
+    out = {}
+    for key, stat in found.items():
+        positive, negative = stat.value.view(2, -1, _FINE_PER_COARSE).sum(dim=-1)
+        around = positive[:first].sum() + negative[:first].sum()
+        counts = torch.cat([negative[first:].flip(0), around.reshape(1), positive[first:]])
+        if counts.any():
+            out[key] = Histogram(edges, counts.long().tolist())
+    return out
+
+
 def _exp(x: float) -> float:
     return math.exp(min(x, 700.0))  # saturates instead of overflowing
 
@@ -561,10 +637,10 @@ def finalize(stats: dict[str, Stat]) -> dict[str, float]:
     if n:
         out["mismatch/diff/mean"] = v["diff"] / n
         out["mismatch/abs_diff/mean"] = v["abs_diff"] / n
+        positive, negative = values["diff_histogram"][:_BINS], values["diff_histogram"][_BINS:]
+        counts = [sum(sides) for sides in zip(positive, negative, strict=True)]
         for name, q in (("p50", 0.5), ("p99", 0.99)):
-            out[f"mismatch/abs_diff/{name}"] = _quantile(
-                values["abs_diff_histogram"], q, v["abs_diff_min"], v["abs_diff_max"]
-            )
+            out[f"mismatch/abs_diff/{name}"] = _quantile(counts, q, v["abs_diff_min"], v["abs_diff_max"])
         out["mismatch/abs_diff/max"] = v["abs_diff_max"]
         out["mismatch/k1/mean"] = -v["diff"] / n
         out["mismatch/k3/mean"] = v["k3"] / n

@@ -46,8 +46,10 @@ from .metrics import (
     correction_metrics,
     counted_as_batch,
     finalize,
+    histograms,
     merge,
     mismatch_metrics,
+    on_host,
     reference_metrics,
     support_metrics,
     trust_region_metrics,
@@ -60,6 +62,7 @@ from .rollout.precision import check_deterministic, check_precision, compute_dty
 from .rollout.server import ServerDownError
 from .rollout.vllm import INSTALL, check_completions, check_logprobs_mode, consistent_generation
 from .support import RestrictedHead, Sampling
+from .trackers import log_histograms
 
 
 logger = logging.getLogger(__name__)
@@ -687,9 +690,10 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             reference.load_state_dict(type(reference).from_pretrained(path, dtype=reference.dtype).state_dict())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = "train" if self.model.training else "eval"
+        mode, window = "train" if self.model.training else "eval", dict[str, Stat]()
         if mode in self._window:
-            values = finalize(self._window[mode])
+            window = on_host(self._window[mode])
+            values = finalize(window)
             self._window = {other: stats for other, stats in self._window.items() if other != mode}
             if self.use_vllm and self._old_logprobs != "recompute" and "correction/weight/mean" in values:
                 values |= {name: values[key] for name, key in _as_trl_logs(self.args).items() if key in values}
@@ -705,3 +709,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             if isinstance(callback, ScalesLR):
                 callback.report(logs)  # here, because the reporting integrations come before a user's callbacks
         super().log(logs, start_time)
+        if self.accelerator.is_main_process:
+            prefix = "eval_" if mode == "eval" else ""
+            found = {f"{prefix}{key}": histogram for key, histogram in histograms(window).items()}
+            log_histograms(self.callback_handler.callbacks, found, self.state.global_step)

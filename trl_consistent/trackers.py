@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Histograms and tables for the trackers of `report_to`, each through its own API; TRL's `log` takes numbers only.
+
+TensorBoard, W&B and trackio are served where transformers started them; the others have no such API and are left alone.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+from . import _compat
+from .metrics import Histogram
+from .records import TokenGap
+
+
+logger = logging.getLogger(__name__)
+
+WORST_TOKENS = "mismatch/worst_tokens"
+_COLUMNS = ("step", "completion", "index", "context", "p_train", "p_rollout", "d", "weight")
+_MARKS = "⟦", "⟧"
+_PLAIN = frozenset(" .,:;?!'()%=+/-" + "".join(_MARKS))  # what no Markdown takes for markup inside a line
+
+# What raised once is not called again: a run does not stop, and its log does not fill up, because of a tracker.
+_failed: WeakSet[Any] = WeakSet()
+
+
+def log_histograms(callbacks: Iterable[Any], histograms: dict[str, Histogram], step: int) -> None:
+    """Sends histograms to the trackers among `callbacks`, after the numbers of the same step, on the main process.
+
+    Args:
+        callbacks: `trainer.callback_handler.callbacks`.
+        histograms (`dict[str, Histogram]`): From [`histograms`]. Names are as in the logs: `eval_...` for an evaluation.
+        step (`int`): `trainer.state.global_step`.
+    """
+    _send(callbacks, {name: _trimmed(histogram) for name, histogram in histograms.items()}, step)
+
+
+def log_worst_tokens(callbacks: Iterable[Any], tokens: list[TokenGap], step: int) -> None:
+    """Sends the table of [`worst_tokens`] to the trackers among `callbacks`, as [`log_histograms`] does."""
+    if tokens:
+        _send(callbacks, {WORST_TOKENS: [_row(token) for token in tokens]}, step)
+
+
+def _send(callbacks: Iterable[Any], values: dict[str, Any], step: int) -> None:
+    named = _compat.as_transformers_logs(values)
+    for callback in callbacks if named else ():
+        tracker = _compat.tracker_of(callback)
+        if tracker is None or callback in _failed:
+            continue
+        try:
+            if tracker.writer is not None:
+                _to_tensorboard(tracker.writer, named, step)
+            else:
+                _to_module(tracker.module, named, step, tracker.row)
+        except Exception as error:
+            _failed.add(callback)
+            logger.warning(
+                f"{type(callback).__name__} failed to take {', '.join(named)} at step {step} ({error!r}). Training goes on; "
+                "this tracker gets no more histograms and tables."
+            )
+
+
+def _to_tensorboard(writer: Any, values: dict[str, Any], step: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Histogram):
+            writer.add_text(name, _markdown(value), step)
+            continue
+        counts, edges = value.counts, value.edges
+        middles = [(low + high) / 2 for low, high in zip(edges[:-1], edges[1:], strict=True)]
+        total, squares = (sum(n * x**k for n, x in zip(counts, middles, strict=True)) for k in (1, 2))
+        writer.add_histogram_raw(name, edges[0], edges[-1], sum(counts), total, squares, edges[1:], counts, step)
+    writer.flush()
+
+
+def _to_module(module: Any, values: dict[str, Any], step: int, row: int | None) -> None:
+    """W&B and trackio, whose APIs are the same. The row holds the step that charts are drawn over."""
+    converted = {
+        name: module.Histogram(np_histogram=(value.counts, value.edges))
+        if isinstance(value, Histogram)
+        else module.Table(columns=list(_COLUMNS), data=value)
+        for name, value in values.items()
+    }
+    module.log({**converted, **_compat.as_transformers_logs({"global_step": step})}, step=row)
+
+
+def _trimmed(histogram: Histogram) -> Histogram:
+    """Without empty bins at the ends: trackers draw what they are given, and most of it would be empty."""
+    filled = [index for index, count in enumerate(histogram.counts) if count]
+    first, last = filled[0], filled[-1] + 1
+    return Histogram(histogram.edges[first : last + 1], histogram.counts[first:last])
+
+
+def _row(token: TokenGap) -> list[Any]:
+    before, text, after = (_visible(x) for x in (token.before, token.token, token.after))
+    context = f"{before}{_MARKS[0]}{text}{_MARKS[1]}{after}"
+    numbers = token.p_train, token.p_rollout, token.d, token.weight
+    return [token.step, token.completion, token.index, context, *numbers]
+
+
+def _visible(text: str) -> str:
+    """On one line, with whatever has no glyph as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _markdown(rows: list[list[Any]]) -> str:
+    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, str):  # no text of a model may become a link, a picture or a new column
+        return "".join(c if c.isalnum() or c in _PLAIN else f"&#{ord(c)};" for c in value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
