@@ -4,6 +4,7 @@
 import errno
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trl_consistent import ConsistentGRPOTrainer
+from trl_consistent import ConsistentGRPOTrainer, MismatchAlertCallback
 from trl_consistent.records import (
     MismatchRecord,
     RecordStore,
@@ -31,7 +33,7 @@ from trl_consistent.records import (
 
 from .processes import fresh_environment
 from .recorded import record
-from .training import noise, train
+from .training import assert_same_training, build, noise, synthetic_engine, train
 
 
 ROOT = Path(__file__).parent.parent
@@ -393,6 +395,36 @@ def test_the_fingerprint_says_what_the_run_is_made_of(tiny_model, tmp_path):
     assert "reshaped-sampling" in [finding["code"] for finding in made_of["audit"]]
 
 
+def test_an_alert_writes_the_batch_that_set_it_off(tiny_model, tmp_path):
+    calls = iter(range(1000))
+
+    def impossible(ids, logps):
+        """Of the 8 completions of a step, the last one of the second step has a token that the engine never samples."""
+        return [-math.inf, *logps[1:]] if next(calls) == 15 else logps
+
+    train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=impossible, max_steps=4, correction="tis")
+    assert [r.step for r in read_records(tmp_path / "ConsistentGRPOTrainer")] == [1], "without the callback"
+    calls = iter(range(1000))
+    with synthetic_engine(impossible):
+        callbacks = [MismatchAlertCallback(actions="record")]
+        trainer = build(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=callbacks, max_steps=4, correction="tis",
+            report_to="tensorboard",
+        )  # fmt: skip
+        trainer.train()
+    first, second = read_records(tmp_path / "ConsistentGRPOTrainer")
+    assert (first.step, first.reason) == (1, "periodic")
+    assert second.step == 2 and "mismatch/nonfinite_count" in second.reason
+    assert torch.isinf(second.mismatch_log_ratio).sum() == 1
+    assert callbacks[0].record_requests == []
+    (events,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    found = EventAccumulator(str(events)).Reload().Tensors("train/mismatch/worst_tokens/text_summary")
+    # of the first record with the first log; of the second with the first log after its alert
+    assert [event.step for event in found] == [1, 3]
+    table = found[1].tensor_proto.string_val[0].decode()
+    assert table.splitlines()[2].split(" | ")[6] == "inf"
+
+
 def test_zero_steps_record_nothing(tiny_model, tmp_path):
     train(ConsistentGRPOTrainer, tiny_model, tmp_path, mismatch_record_steps=0)
     assert not (tmp_path / "ConsistentGRPOTrainer" / "mismatch").exists()
@@ -412,8 +444,6 @@ def test_a_new_run_does_not_mix_its_records_with_those_of_an_earlier_one(tiny_mo
 def test_a_resumed_run_goes_on_in_the_same_folder(tiny_model, tmp_path):
     options = {"mismatch_record_steps": 1, "save_strategy": "steps", "save_steps": 1}
     train(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=2, **options)
-    from .training import build, synthetic_engine
-
     with synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=4, **options)
         trainer.train(resume_from_checkpoint=True)
@@ -446,8 +476,6 @@ def test_records_that_cannot_be_written_are_said_once_and_training_goes_on(
 
 
 def test_recording_changes_no_bit_of_the_training(tiny_model, tmp_path):
-    from .training import assert_same_training
-
     runs = [
         train(
             ConsistentGRPOTrainer, tiny_model, tmp_path / str(steps), plant=noise(0.3), correction="tis_geo_rs",

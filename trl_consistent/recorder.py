@@ -21,9 +21,20 @@ from . import __version__, _compat
 from .config import FOLLOWED, engine_of, option, setting
 from .corrections import Correction, CorrectionResult
 from .metrics import Stat, finalize
-from .records import FOLDER, RECORDS, TOKENIZER, MismatchRecord, RecordStore, append_logs, merge_ranks, set_aside
+from .records import (
+    FOLDER,
+    RECORDS,
+    TOKENIZER,
+    MismatchRecord,
+    RecordStore,
+    append_logs,
+    merge_ranks,
+    set_aside,
+    worst_tokens,
+)
 from .rollout.audit import EngineSettings, Finding
 from .rollout.precision import compute_dtype
+from .trackers import log_worst_tokens
 
 
 logger = logging.getLogger(__name__)
@@ -114,6 +125,7 @@ class Recorder(TrainerCallback):
         self._stats: dict[str, Stat] = {}
         self._reasons: list[str] = []
         self._last_step: int | None = None
+        self._unseen: MismatchRecord | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forgets an earlier training, and keeps its files apart from those of this one, unless it goes on from there."""
@@ -130,10 +142,15 @@ class Recorder(TrainerCallback):
                 os.replace(partial, tokenizer)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Adds a line to the run's logs, on the main process."""
-        if state.is_world_process_zero and not self._failed:
-            with self._guarded("The log for reports"):
-                append_logs(self.folder, state.log_history[-1])
+        """Adds a line to the run's logs and shows the trackers the worst tokens of a new record, on the main process."""
+        if not state.is_world_process_zero or self._failed:
+            return
+        with self._guarded("The log for reports"):
+            append_logs(self.folder, state.log_history[-1])
+            if (record := self._unseen) is not None:  # now, because trackers take steps in their order
+                self._unseen = None
+                tokens = worst_tokens(record, tokenizer=_compat.text_tokenizer(self._trainer))
+                log_worst_tokens(self._trainer.callback_handler.callbacks, tokens, state.global_step)
 
     def add(
         self, batch: dict[str, Any], old: Tensor, sampling: Tensor, mask: Tensor, result: CorrectionResult | None
@@ -175,10 +192,10 @@ class Recorder(TrainerCallback):
             self._last_step = step
             self.write("periodic")
 
-    def write(self, reason: str) -> MismatchRecord | None:
-        """Writes the newest rollout batch, once more if it already is; `None` where there is none, or it failed."""
+    def write(self, reason: str) -> None:
+        """Writes the newest rollout batch, once more if it already is, with one more reason."""
         if not self._newest:
-            return None
+            return
         self._reasons.append(reason)
         with self._guarded("The record of a rollout batch"):
             record = dataclasses.replace(
@@ -189,8 +206,7 @@ class Recorder(TrainerCallback):
                 fingerprint=self._fingerprint,
             )
             self._store.write(record)
-            return record
-        return None
+            self._unseen = record
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

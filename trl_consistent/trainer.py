@@ -29,7 +29,7 @@ from .calibration import (
     level_lengths,
     noise_statistics,
 )
-from .callbacks import ReferenceResetCallback, ScalesLR
+from .callbacks import MismatchAlertCallback, ReferenceResetCallback, ScalesLR
 from .config import correction_of, engine_of, option, sampling_of
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
@@ -713,3 +713,8 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             prefix = "eval_" if mode == "eval" else ""
             found = {f"{prefix}{key}": histogram for key, histogram in histograms(window).items()}
             log_histograms(self.callback_handler.callbacks, found, self.state.global_step)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MismatchAlertCallback):
+                events, callback.record_requests = callback.record_requests, []
+                if events and self._recorder is not None:
+                    self._recorder.write("; ".join(f"{event.severity} {event.key}" for event in events))
