@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PUBLIC = {
     "METRICS", "PRESETS", "ConsistentGRPOConfig", "ConsistentGRPOTrainer", "Correction", "CorrectionResult", "Metric",
     "Rejection", "Stat", "correct", "correction_metrics", "finalize", "kl_k1", "kl_k2", "kl_k3", "merge",
-    "mismatch_log_ratio", "mismatch_metrics", "MismatchLRCallback", "TrustRegion",
+    "mismatch_log_ratio", "mismatch_metrics", "MismatchLRCallback", "MismatchReportCallback", "TrustRegion",
     "reference_kl", "trust_region_mask", "MismatchRecord", "read_records", "worst_tokens",
     "AlertEvent", "MismatchAlertCallback", "MismatchPanelCallback",
 }  # fmt: skip

@@ -23,6 +23,7 @@ _HOME = {
     "MismatchLRCallback": "callbacks",
     "MismatchRecord": "records",
     "MismatchPanelCallback": "callbacks",
+    "MismatchReportCallback": "callbacks",
     "Rejection": "corrections",
     "Stat": "metrics",
     "TrustRegion": "corrections",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .callbacks import MismatchAlertCallback as MismatchAlertCallback
     from .callbacks import MismatchLRCallback as MismatchLRCallback
     from .callbacks import MismatchPanelCallback as MismatchPanelCallback
+    from .callbacks import MismatchReportCallback as MismatchReportCallback
     from .config import ConsistentGRPOConfig as ConsistentGRPOConfig
     from .corrections import PRESETS as PRESETS
     from .corrections import Correction as Correction

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that act on the logged metrics, and show them. What counts as an alert is `alerts.py`; what the loss weighs is
+"""Callbacks that act on the logged metrics, show them, and report them. What counts as an alert is `alerts.py`; what the loss weighs is
 `corrections.py`."""
 
+import atexit
 import contextlib
 import functools
 import io
@@ -10,6 +11,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
@@ -17,6 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from .alerts import AlertEvent, Alerts, Thresholds, name_in, replay, value_of
+from .records import FOLDER, append_logs, set_aside
 
 
 logger = logging.getLogger(__name__)
@@ -518,3 +521,70 @@ def panel(step: int, logs: dict[str, Any], alerts: Alerts, width: int) -> list[s
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     console.print(Panel(Text("\n").join(body), title=f"mismatch, step {step}", title_align="left"))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+class MismatchReportCallback(GuardedCallback):
+    """
+    Writes `report.html` to the `output_dir` when training ends, is stopped, or fails.
+
+    Works with any trainer that logs: with TRL's own `GRPOTrainer` the report shows its `sampling/*`, with
+    `ConsistentGRPOTrainer` all metrics and the recorded batches. Every log goes to `output_dir/mismatch/logs.jsonl`, so
+    that `trl-consistent report` can be asked at any time, without a checkpoint.
+
+    A training that fails ends without a word to callbacks: then the report is written as the process exits, or by whoever
+    calls [`write`]. What cannot be written is said once and stops nothing.
+
+    Example:
+
+    ```python
+    trainer = GRPOTrainer(..., callbacks=[MismatchReportCallback()])
+    ```
+    """
+
+    purpose = "the report of this run"
+
+    def __init__(self) -> None:
+        self._output_dir: str | None = None  # of a training that has not ended, on the rank that writes
+
+    def write(self, output_dir: str | Path) -> Path | None:
+        """Writes the report of the run in `output_dir`; `None`, with a log, if that fails."""
+        from .report import write_report
+
+        try:
+            (path,) = write_report(output_dir)
+        except Exception as error:  # whatever it is, it must not mask what ended the training
+            logger.error(f"The report of {output_dir} could not be written: {error!r}. Training is not affected.")
+            return None
+        logger.info(f"The report of this run is in {path}.")
+        return path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._output_dir = args.output_dir
+        atexit.register(self._finish)
+        if state.global_step == 0 and not _writes_logs(args):
+            set_aside(Path(args.output_dir, FOLDER))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and state.is_world_process_zero and not _writes_logs(args):
+            append_logs(Path(args.output_dir, FOLDER), {**logs, "step": state.global_step, "epoch": state.epoch})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        """Writes the report of the training that has begun, once."""
+        output_dir = self._output_dir
+        self._release()
+        if output_dir is not None:
+            self.write(output_dir)
+
+    def _release(self) -> None:
+        self._output_dir = None
+        atexit.unregister(self._finish)
+
+
+def _writes_logs(args: Any) -> bool:
+    """Whether the trainer writes logs for reports by itself, as ours does."""
+    return bool(getattr(args, "mismatch_record_steps", 0))

@@ -3,6 +3,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 from . import __version__, run
 
@@ -23,6 +24,38 @@ def _grpo(argv: list[str]) -> int:
     return 0
 
 
+def _report(options: argparse.Namespace) -> int:
+    """Writes what a run's logs and records say."""
+    from .report import write_report
+
+    try:
+        written = write_report(options.run_dir, options.output, options.format)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"trl-consistent report: {error}", file=sys.stderr)
+        return 2
+    print(*written, sep="\n")
+    return 0
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="what a run's logs and records say, as one HTML page, a picture, data or a summary",
+        description="Writes the report of a run of our trainer or of TRL's: is the rollout engine close enough to the "
+        "trainer, since when not, and at which tokens.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run's output folder, or one record file")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it; RUN_DIR/report.FORMAT if left out")
+    parser.add_argument(
+        "--format",
+        choices=("html", "png", "json", "md"),
+        default="html",
+        help="html: one page that needs nothing else (default); png: its figures in one picture; json: its data; "
+        "md: a summary to paste into an issue",
+    )
+    parser.set_defaults(action=_report)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `trl-consistent` command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -38,8 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("run", help="run an unmodified TRL script with our trainer and config", add_help=False)
     commands.add_parser("grpo", help="`trl grpo` with our trainer, config and flags", add_help=False)
-    parser.parse_args(argv)
-    return 0
+    _add_report(commands)
+    options = parser.parse_args(argv)
+    return options.action(options)
 
 
 if __name__ == "__main__":
