@@ -245,28 +245,11 @@ def train(arguments: argparse.Namespace) -> int:
         return process.wait()
 
 
-def outside(value: float, bounds: tuple[float | None, float | None]) -> float:
-    """How far a value is outside its bounds; 0 inside."""
-    low, high = bounds
-    return max(0.0 if low is None else low - value, 0.0 if high is None else value - high, 0.0)
-
-
-def distance(value: float, bounds: tuple[float | None, float | None]) -> tuple[float, float]:
-    """What makes a step worse than another: first how far it is outside, then how near to a bound."""
-    low, high = bounds
-    if low is None and high is None:
-        return 0.0, abs(value)
-    nearness = [-abs(value - bound) for bound in bounds if bound is not None]
-    return outside(value, bounds), max(nearness)
-
-
 def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
     """The table at the end, from `trainer_state.json` and the catalogue of metrics."""
     from rich.console import Console
     from rich.table import Table
 
-    sys.path.insert(0, str(ROOT))
-    from scripts.tables import healthy
     from trl_consistent import METRICS, PRESETS
 
     steps = [log for log in json.loads(state.read_text())["log_history"] if "loss" in log]
@@ -295,11 +278,11 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
             continue
         if key.startswith("correction/") and "_fraction/" in key and not any(values):
             continue
-        worst = max(values, key=lambda value: distance(value, metric.healthy))
-        bad = outside(worst, metric.healthy) > 0
+        worst = max(values, key=metric.badness)
+        bad = metric.outside(worst) > 0
         unhealthy |= bad and key.startswith("mismatch/")
         row = [f"{mean(key, steps[:edge]):.3g}", f"{mean(key, steps[-edge:]):.3g}", f"{worst:.3g}"]
-        table.add_row(key, *row, healthy(metric.healthy), style="red" if bad else "")
+        table.add_row(key, *row, metric.healthy_text, style="red" if bad else "")
     console = Console()
     console.width = max(console.width, 100)
     console.print(table)

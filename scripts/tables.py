@@ -14,19 +14,12 @@ def _outside(low: float | None, high: float | None) -> str:
     return f"below {_bound(low)}" if high is None else f"above {_bound(high)}"
 
 
-def healthy(bounds: tuple[float | None, float | None]) -> str:
-    low, high = map(_bound, bounds)
-    if low and high:
-        return f"{low} … {high}"
-    return f"≥ {low}" if low else f"≤ {high}" if high else ""
-
-
 def metric_table() -> str:
     rows = ["| metric | unit | meaning | reduction | healthy |", "|---|---|---|---|---|"]
     for metric in METRICS.values():
         rows.append(
             f"| `{metric.key}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} | {metric.reduction} "
-            f"| {healthy(metric.healthy)} |"
+            f"| {metric.healthy_text} |"
         )
     return "\n".join(rows)
 

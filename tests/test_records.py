@@ -115,7 +115,11 @@ def test_safetensors_of_another_kind_newer_formats_and_missing_tensors_are_named
     with pytest.raises(ValueError, match="newer version .format 99.*upgrade"):
         MismatchRecord.load(path)
     save_file({"mask": torch.zeros(2)}, path, metadata={"mismatch_record": json.dumps({"format": 1})})
-    with pytest.raises(ValueError, match="lacks completion_ids, completion_mask, prompt_ids"):
+    with pytest.raises(ValueError, match="its header lacks completions, fingerprint, metrics"):
+        MismatchRecord.load(path)
+    header = dict.fromkeys(("step", "rank", "reason", "completions", "tokens", "metrics", "fingerprint"), 1)
+    save_file({"mask": torch.zeros(2)}, path, metadata={"mismatch_record": json.dumps({"format": 1, **header})})
+    with pytest.raises(ValueError, match="lacks completion_ids, completion_mask, old_per_token_logps, prompt_ids"):
         MismatchRecord.load(path)
 
 

@@ -2,7 +2,9 @@
 """The `trl-consistent` command. Each sub-command parses, calls one function and returns an exit code."""
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from . import __version__, run
@@ -24,17 +26,10 @@ def _grpo(argv: list[str]) -> int:
     return 0
 
 
-def _report(options: argparse.Namespace) -> int:
-    """Writes what a run's logs and records say."""
+def _report(arguments: argparse.Namespace) -> None:
     from .report import write_report
 
-    try:
-        written = write_report(options.run_dir, options.output, options.format)
-    except (OSError, ValueError, ImportError) as error:
-        print(f"trl-consistent report: {error}", file=sys.stderr)
-        return 2
-    print(*written, sep="\n")
-    return 0
+    print(*write_report(arguments.run_dir, arguments.output, arguments.format), sep="\n")
 
 
 def _add_report(commands: Any) -> None:
@@ -53,7 +48,103 @@ def _add_report(commands: Any) -> None:
         help="html: one page that needs nothing else (default); png: its figures in one picture; json: its data; "
         "md: a summary to paste into an issue",
     )
-    parser.set_defaults(action=_report)
+    parser.set_defaults(function=_report)
+
+
+def _records_list(arguments: argparse.Namespace) -> None:
+    from .tables import listing, print_tables
+
+    print_tables([listing(arguments.path)])
+
+
+def _records_show(arguments: argparse.Namespace) -> None:
+    from .tables import details, print_tables
+
+    print_tables(details(arguments.path, arguments.step, arguments.tokens))
+
+
+def _records_export(arguments: argparse.Namespace) -> None:
+    from .export import export
+
+    count = export(arguments.path, arguments.output, arguments.format)
+    print(f"Wrote {count} completions to {arguments.output}.")
+
+
+def _add_records(commands: Any) -> None:
+    records = commands.add_parser("records", help="list, show or export the records of a run")
+    actions = records.add_subparsers(dest="action", metavar="ACTION", required=True)
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument("path", metavar="PATH", help="a run's output folder, a folder of records, or a record")
+    listing = actions.add_parser("list", parents=[where], help="a row for each step, without reading tensors")
+    listing.set_defaults(function=_records_list)
+    show = actions.add_parser("show", parents=[where], help="where a record is from, its metrics, its worst tokens")
+    show.add_argument("--step", type=int, help="which record; the newest if left out")
+    show.add_argument("--tokens", type=_count, default=20, help="how many tokens with the largest gap (default: 20)")
+    show.set_defaults(function=_records_show)
+    export = actions.add_parser("export", parents=[where], help="a row for each completion, as JSONL or Parquet")
+    export.add_argument("-o", "--output", required=True, metavar="FILE", help="replaced if it is there")
+    export.add_argument("--format", choices=("jsonl", "parquet"), help="if the suffix of FILE does not say it")
+    export.set_defaults(function=_records_export)
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from .compare import compare_runs, is_run, replay
+    from .tables import print_json, print_tables
+
+    paths, names = arguments.paths, arguments.correction
+    if names is None and len(paths) == 2 and all(map(is_run, paths)):
+        found: Any = compare_runs(*paths)
+    else:
+        found = replay(paths, names or ())
+    if arguments.format == "json":
+        print_json(found)
+    else:
+        print_tables(found.tables(), arguments.format)
+
+
+def _add_compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="replay corrections over records, or put two runs side by side",
+        description="Replays corrections over recorded batches, without training: what each makes of the weights and the "
+        "gradient, and which one to take. With exactly two output folders of runs and no --correction: the two runs side "
+        "by side.",
+    )
+    compare.add_argument(
+        "paths", nargs="+", metavar="RECORDS", help="runs' output folders, folders of records, records"
+    )
+    compare.add_argument(
+        "--correction",
+        nargs="+",
+        metavar="NAME",
+        help="presets, or level, action and bounds such as token_truncate:0.5,2 (default: none, tis, icepop, seq_tis, "
+        "seq_mis, geo_mis, prefix_tis and what the run had)",
+    )
+    compare.add_argument("--format", choices=("table", "json", "md"), default="table")
+    compare.set_defaults(function=_compare)
+
+
+def _answer(function: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
+    """Runs a sub-command; its exit code. What the user can mend is a line on stderr, a reader that has left is none."""
+    try:
+        function(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor when the interpreter flushes at its end
+        return 141
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        print(f"trl-consistent: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,8 +163,10 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("run", help="run an unmodified TRL script with our trainer and config", add_help=False)
     commands.add_parser("grpo", help="`trl grpo` with our trainer, config and flags", add_help=False)
     _add_report(commands)
-    options = parser.parse_args(argv)
-    return options.action(options)
+    _add_records(commands)
+    _add_compare(commands)
+    arguments = parser.parse_args(argv)
+    return _answer(arguments.function, arguments)
 
 
 if __name__ == "__main__":

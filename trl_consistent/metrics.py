@@ -44,6 +44,26 @@ class Metric:
     source: str = ""
     """Where the definition or the range comes from."""
 
+    def outside(self, value: float) -> float:
+        """How far `value` is outside the healthy range; 0 inside, infinite if it is NaN."""
+        low, high = self.healthy
+        if math.isnan(value):
+            return math.inf
+        return max(0.0 if low is None else low - value, 0.0 if high is None else value - high, 0.0)
+
+    def badness(self, value: float) -> tuple[float, float]:
+        """What makes a value worse than another: first how far it is outside, then how near to a bound."""
+        nearness = [-abs(value - bound) for bound in self.healthy if bound is not None]
+        return self.outside(value), max(nearness, default=abs(value))
+
+    @property
+    def healthy_text(self) -> str:
+        """The healthy range for people, such as `≤ 0.02`; empty without one."""
+        low, high = self.healthy
+        if low is not None and high is not None:
+            return f"{low:g} … {high:g}"
+        return f"≥ {low:g}" if low is not None else f"≤ {high:g}" if high is not None else ""
+
 
 _KL = "http://joschu.net/blog/kl-approx.html"
 _DPPO = "https://huggingface.co/papers/2602.04879"
@@ -524,6 +544,20 @@ def _correction_rows(inside: Bool[Tensor, "B T"], result: CorrectionResult, acti
         stats[f"{name}_low"] = _scalar(result.low.sum() if name == verb else none)
         stats[f"{name}_high"] = _scalar(result.high.sum() if name == verb else none)
     return stats
+
+
+# Statistics whose quotient is the mean weight, by `Correction.normalize`.
+_MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
+
+
+def mean_weight(stats: dict[str, Stat], normalize: str) -> Shaped[Tensor, ""]:
+    """What `normalize`, `token` or `sequence`, divides the weights by, see [`normalized`].
+
+    Args: `stats` are those of [`correction_metrics`], of the whole rollout batch.
+    """
+    total, count = _MEANS[normalize]
+    mean: Tensor = stats[total].value[0] / stats[count].value[0].clamp(min=1)
+    return mean
 
 
 def trust_region_metrics(mask: Shaped[Tensor, "B T"], passes: Bool[Tensor, "B T"]) -> dict[str, Stat]:

@@ -17,10 +17,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,7 @@ from .ratios import mismatch_log_ratio
 
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FORMAT = 1
 FOLDER, RECORDS, LOGS, TOKENIZER = "mismatch", "records", "logs.jsonl", "tokenizer"
@@ -126,7 +127,8 @@ class MismatchRecord:
             elif tensor.dim() == 2:
                 tensor = tensor[:, :width]
             dtype = _DTYPES[name]
-            stored[name] = tensor.detach().to("cpu", dtype).contiguous()
+            # a copy: safetensors refuses fields that are one tensor, such as `mask` and `completion_mask` without tools
+            stored[name] = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
         return stored
 
     @property
@@ -167,7 +169,12 @@ class MismatchRecord:
         header = read_header(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys() if name in _DTYPES}
-        if missing := {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "mask"} - tensors.keys():
+        needed = {
+            each.name
+            for each in dataclasses.fields(cls)
+            if each.name in _DTYPES and each.default is dataclasses.MISSING
+        }
+        if missing := needed - tensors.keys():
             raise ValueError(f"{path} is no whole record: it lacks {', '.join(sorted(missing))}.")
         own: dict[str, Any] = {name: header[name] for name in ("step", "rank", "reason", "metrics", "fingerprint")}
         return cls(**{**tensors, **own})
@@ -181,6 +188,9 @@ _DTYPES = {
         torch.float32,
     ),
 }
+
+
+_HEADER = {"step", "rank", "reason", "completions", "tokens", "metrics", "fingerprint"}
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
@@ -197,12 +207,19 @@ def read_header(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no record of a mismatch: {error}.") from None
     if line is None:
         raise ValueError(f"{path} is a safetensors file, but no record of a mismatch.")
-    header = json.loads(line)
-    if header["format"] > FORMAT:
+    try:
+        header = json.loads(line)
+        newer = header["format"] > FORMAT
+        lacking = _HEADER - header.keys()
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is no record of a mismatch: its header says {line[:80]!r}.") from None
+    if newer:
         raise ValueError(
             f"{path} was written by a newer version (format {header['format']}, this one reads up to {FORMAT}): "
             "upgrade trl-consistent."
         )
+    if lacking:
+        raise ValueError(f"{path} is no whole record: its header lacks {', '.join(sorted(lacking))}.")
     return header
 
 
@@ -236,13 +253,30 @@ def read_records(path: str | Path) -> list[MismatchRecord]:
 
 def iterate_records(path: str | Path) -> Iterator[MismatchRecord]:
     """[`read_records`], one step in memory at a time."""
-    steps: dict[int, list[Path]] = {}
-    files = record_files(path)
-    for file in files:
-        name = _NAME.fullmatch(file.name)
-        steps.setdefault(int(name.group(1)) if name else -1, []).append(file)
-    for of_step in steps.values():
+    for of_step in grouped_files(path):
         yield merge_ranks([MismatchRecord.load(file) for file in of_step])
+
+
+def grouped_files(*paths: str | Path) -> list[list[Path]]:
+    """The records at `paths`, each as of [`record_files`], those of the ranks of a step together.
+
+    Raises:
+        `FileNotFoundError`: there are none at one of them.
+    """
+    groups: dict[tuple[Path, str], dict[Path, None]] = {}
+    for file in (file.resolve() for path in paths for file in record_files(path)):
+        name = _NAME.fullmatch(file.name)
+        groups.setdefault((file.parent, name.group(1) if name else file.name), {})[file] = None
+    return [list(group) for group in groups.values()]
+
+
+def readable(files: Iterable[Path], read: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
+    """Each file with what `read` makes of it. One that cannot be read is left out, with a warning."""
+    for file in files:
+        try:
+            yield file, read(file)
+        except (ValueError, OSError) as error:
+            logger.warning(f"Left out: {error}")
 
 
 def merge_ranks(records: list[MismatchRecord]) -> MismatchRecord:
@@ -354,6 +388,22 @@ def _parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def run_logs(run: str | Path) -> list[dict[str, Any]]:
+    """What the run in this output folder has logged, by step: `trainer_state.json`, its own or that of the newest
+    checkpoint, and the live logs; none if there are none."""
+    run = Path(run)
+    checkpoints = sorted(run.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name), reverse=True)
+    history: list[dict[str, Any]] = []
+    for folder in (run, *checkpoints):
+        if (state := folder / "trainer_state.json").is_file():
+            history = json.loads(state.read_text())["log_history"]
+            break
+    steps: dict[int, dict[str, Any]] = {}
+    for logs in (*history, *read_logs(run / FOLDER)):
+        steps.setdefault(logs.get("step", 0), {}).update(logs)
+    return [steps[step] for step in sorted(steps)]
+
+
 @dataclass(frozen=True)
 class TokenGap:
     """One token on which trainer and engine disagree."""
@@ -433,11 +483,16 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer beside the records at `path` (as of [`record_files`]); `None`, with a warning, if there is none."""
+    """The tokenizer beside the records at `path` (as of [`record_files`]); `None`, with a warning, if there is none that
+    loads. Code that comes with it is not run: records travel."""
     folder = record_files(path)[0].parent.parent / TOKENIZER
     if not folder.is_dir():
         logger.warning(f"No tokenizer in {folder}: tokens are shown as ids.")
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library under it raises nothing narrower
+        logger.warning(f"The tokenizer in {folder} does not load, tokens are shown as ids: {error}")
+        return None

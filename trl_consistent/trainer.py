@@ -47,6 +47,7 @@ from .metrics import (
     counted_as_batch,
     finalize,
     histograms,
+    mean_weight,
     merge,
     mismatch_metrics,
     on_host,
@@ -66,10 +67,6 @@ from .trackers import log_histograms
 
 
 logger = logging.getLogger(__name__)
-
-
-# Statistics whose quotient is the mean weight, by `Correction.normalize`.
-_MEANS = {"token": ("weight", "kept"), "sequence": ("sequence_weight", "kept_sequences")}
 
 
 _RELIANCE = "The correction, `old_logprobs='rollout'` and `kl_bias_correction_ratio='sampling'`"
@@ -336,9 +333,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             return output
         stats, weights = self._record(stats), result.weights
         if correction.normalize != "none":
-            total, count = _MEANS[correction.normalize]
-            mean = stats[total].value[0] / stats[count].value[0].clamp(min=1)
-            weights = normalized(weights, result.keep_mask, mean)
+            weights = normalized(weights, result.keep_mask, mean_weight(stats, correction.normalize))
         if correction.rejects:
             # TRL's loss mask is completion_mask * tool_mask; only the former also is an attention mask.
             output["tool_mask"] = result.keep_mask.to(output["completion_mask"].dtype)
