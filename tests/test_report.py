@@ -707,7 +707,7 @@ def test_the_command_writes_and_says_where(told, capsys):
 def test_the_command_refuses_a_bad_path_in_one_line(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("trl-consistent report: No run at ") and error.count("\n") == 1
+    assert error.startswith("trl-consistent: No run at ") and error.count("\n") == 1
 
 
 def test_the_template_is_in_the_package():
