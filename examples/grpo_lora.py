@@ -1,6 +1,6 @@
 # /// script
 # dependencies = [
-#     "trl-consistent[peft,vllm]",
+#     "trl-consistent[peft,report,vllm]",
 #     "tensorboard",
 # ]
 # ///
@@ -16,7 +16,8 @@ accelerate launch examples/grpo_lora.py \
     --per_device_train_batch_size 16 --num_generations 8 --max_completion_length 16 \
     --use_vllm --correction tis --logging_steps 1 --report_to tensorboard
 
-On a CPU, `scripts/demo` fills in the rest.
+On a CPU, `scripts/demo` fills in the rest. What happened is in grpo-lora/report.html afterwards, and while it runs on the
+page of `trl-consistent watch grpo-lora`.
 
 1. The reward is mostly about the format (answer in digits), which a 135M model learns within minutes; adding right is
    worth half as much.
@@ -31,6 +32,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 from trl_consistent import ConsistentGRPOConfig as GRPOConfig
 from trl_consistent import ConsistentGRPOTrainer as GRPOTrainer
+from trl_consistent import MismatchAlertCallback, MismatchPanelCallback, MismatchReportCallback
 
 
 @dataclass
@@ -76,6 +78,7 @@ def main() -> None:
         args=training_args,
         train_dataset=additions(arguments),
         peft_config=get_peft_config(model_args),
+        callbacks=[MismatchAlertCallback(), MismatchPanelCallback(), MismatchReportCallback()],
     )
     trainer.train()
     trainer.save_model()

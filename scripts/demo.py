@@ -305,6 +305,7 @@ def summary(state: Path, output: Path, correction: str, seconds: float) -> None:
         else "Trainer and engine agree within the healthy ranges."
     )
     print(f"Reward and metrics of every step: {output / 'trainer_state.json'}, {output / 'train.log'}")
+    print(f"Report, for a browser: {output / 'report.html'}")
     print(f"Curves: tensorboard --logdir {output / 'tensorboard'}")
     print(f"Took {seconds:.0f} s, model and start-up included.")
 

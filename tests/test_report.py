@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from bs4 import BeautifulSoup
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from trl_consistent import METRICS, ConsistentGRPOTrainer, MismatchReportCallback, callbacks, cli
@@ -829,3 +830,23 @@ def test_write_gives_the_path_or_none(told, tmp_path, caplog):
 def test_a_failing_writer_does_not_mask_what_went_wrong(told, monkeypatch, caplog):
     monkeypatch.setitem(write_module.FORMATS, "html", lambda run: 1 / 0)
     assert MismatchReportCallback().write(told) is None and "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [0, 50])
+def test_our_trainer_leaves_a_report_when_it_fails_and_each_log_once(tiny_model, tmp_path, steps):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise KeyError("from a callback")
+
+    with synthetic_engine():
+        trainer = build(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[MismatchReportCallback(), Fails()],
+            mismatch_record_steps=steps,
+        )  # fmt: skip
+        with pytest.raises(KeyError, match="from a callback"):
+            trainer.train()
+    output = tmp_path / "ConsistentGRPOTrainer"
+    soup = BeautifulSoup((output / "report.html").read_text(), "html.parser")
+    assert "mismatch/k3/mean" in soup.find(id="metric-table").text
+    assert [log["step"] for log in read_logs(output / "mismatch")] == [1, 2]

@@ -531,8 +531,8 @@ class MismatchReportCallback(GuardedCallback):
     `ConsistentGRPOTrainer` all metrics and the recorded batches. Every log goes to `output_dir/mismatch/logs.jsonl`, so
     that `trl-consistent report` can be asked at any time, without a checkpoint.
 
-    A training that fails ends without a word to callbacks: then the report is written as the process exits, or by whoever
-    calls [`write`]. What cannot be written is said once and stops nothing.
+    A training that fails ends without a word to callbacks: `ConsistentGRPOTrainer` has the report written then, with
+    another trainer it is written as the process exits. What cannot be written is said once and stops nothing.
 
     Example:
 
@@ -545,6 +545,7 @@ class MismatchReportCallback(GuardedCallback):
 
     def __init__(self) -> None:
         self._output_dir: str | None = None  # of a training that has not ended, on the rank that writes
+        self.keeps_logs = True  # not where the trainer does
 
     def write(self, output_dir: str | Path) -> Path | None:
         """Writes the report of the run in `output_dir`; `None`, with a log, if that fails."""
@@ -562,19 +563,19 @@ class MismatchReportCallback(GuardedCallback):
         if not state.is_world_process_zero:
             return
         self._output_dir = args.output_dir
-        atexit.register(self._finish)
-        if state.global_step == 0 and not _writes_logs(args):
+        atexit.register(self.finish)
+        if state.global_step == 0 and self.keeps_logs:
             set_aside(Path(args.output_dir, FOLDER))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if logs and state.is_world_process_zero and not _writes_logs(args):
+        if logs and state.is_world_process_zero and self.keeps_logs:
             append_logs(Path(args.output_dir, FOLDER), {**logs, "step": state.global_step, "epoch": state.epoch})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._finish()
+        self.finish()
 
-    def _finish(self) -> None:
-        """Writes the report of the training that has begun, once."""
+    def finish(self) -> None:
+        """Writes the report of the training that has begun, once; does nothing if it has been."""
         output_dir = self._output_dir
         self._release()
         if output_dir is not None:
@@ -582,9 +583,4 @@ class MismatchReportCallback(GuardedCallback):
 
     def _release(self) -> None:
         self._output_dir = None
-        atexit.unregister(self._finish)
-
-
-def _writes_logs(args: Any) -> bool:
-    """Whether the trainer writes logs for reports by itself, as ours does."""
-    return bool(getattr(args, "mismatch_record_steps", 0))
+        atexit.unregister(self.finish)

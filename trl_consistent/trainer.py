@@ -29,7 +29,7 @@ from .calibration import (
     level_lengths,
     noise_statistics,
 )
-from .callbacks import MismatchAlertCallback, ReferenceResetCallback, ScalesLR
+from .callbacks import MismatchAlertCallback, MismatchReportCallback, ReferenceResetCallback, ScalesLR
 from .config import correction_of, engine_of, option, sampling_of
 from .corrections import Correction, CorrectionResult, correct, normalized, trust_region_mask
 from .kl import reference_kl
@@ -397,6 +397,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # What an interrupted run may have left.
         self._micro_batches, self._late_losses, self._late_scale, self._in_loss = (), (), None, None
+        reports = [c for c in self.callback_handler.callbacks if isinstance(c, MismatchReportCallback)]
+        for callback in reports:
+            callback.keeps_logs = self._recorder is None
         try:
             return super().train(*args, **kwargs)
         except ServerDownError as error:
@@ -407,6 +410,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                     "there, go on with `trainer.train(resume_from_checkpoint=True)`."
                 )
             raise
+        finally:
+            for callback in reports:
+                callback.finish()  # of a training that failed
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
