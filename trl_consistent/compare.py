@@ -49,12 +49,12 @@ DEFAULT = ("none", "tis", "icepop", "seq_tis", "seq_mis", "geo_mis", "prefix_tis
 
 MIN_TOKENS = 1000
 """Fewer say nothing of a tail, and get no recommendation."""
-MIN_ESS = 0.8
-"""Of the weights; below, a token ESS is critical (chi2 of 0.25)."""
+MIN_ESS = METRICS["mismatch/ess/token"].critical[0] or 0.0
+"""Of the weights."""
 MIN_KEPT = 0.9
 """Share of tokens with a weight above 0. Ours; published runs mask far less than 1 %."""
-MIN_REFERENCE_ESS = 0.3
-"""Of an untruncated ratio that is to judge others; below, verl calls a sequence ESS critical."""
+MIN_REFERENCE_ESS = METRICS["mismatch/ess/sequence"].critical[0] or 0.0
+"""Of an untruncated ratio that is to judge others."""
 GAP = ("mismatch/k3/mean", "mismatch/ess/token", "mismatch/nonfinite_count")
 """The metrics that say whether a correction is needed at all."""
 BINS = 4
