@@ -155,6 +155,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
         "report_to": "tensorboard",
+        "mismatch_record_steps": max(1, arguments.steps // 4),
         "save_strategy": "no",
         "disable_tqdm": False,
         "gradient_checkpointing": False,
