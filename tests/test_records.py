@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trl_consistent import ConsistentGRPOTrainer, MismatchAlertCallback
+from trl_consistent.compare import replay
 from trl_consistent.records import (
     MismatchRecord,
     RecordStore,
@@ -245,7 +246,12 @@ def test_a_batch_larger_than_the_limit_is_cut_to_its_worst_completions(tmp_path)
     RecordStore(tmp_path, 10, batch.nbytes // 4).write(batch)
     (kept,) = read_records(tmp_path)
     # of 8 equal rows, two fit into a quarter
-    assert kept.mismatch_log_ratio[:, 0].tolist() == [2.0, 3.0]
+    assert kept.mismatch_log_ratio[:, 0].tolist() == [2.0, 3.0] and kept.cut_from == 8
+    RecordStore(tmp_path, 10, 10**9, rank=1).write(record(rows=3, rank=1))
+    (both,) = read_records(tmp_path)
+    assert len(both.mask) == 5 and both.cut_from == 11
+    (note,) = [note for note in replay([tmp_path], ["none"]).notes if "only the worst" in note]
+    assert note.startswith("Of 1 steps (the first: 1)")
 
 
 def test_ranks_are_evicted_by_the_metrics_of_the_whole_batch(tmp_path):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that act on the logged metrics, show them, and report them. What counts as an alert is `alerts.py`; what the loss weighs is
-`corrections.py`."""
+"""Callbacks that act on the logged metrics, show them, and report them. What counts as an alert is `alerts.py`; what the
+loss weighs is `corrections.py`."""
 
 import atexit
 import contextlib
@@ -548,10 +548,11 @@ class MismatchReportCallback(GuardedCallback):
         self.keeps_logs = True  # not where the trainer does
 
     def write(self, output_dir: str | Path) -> Path | None:
-        """Writes the report of the run in `output_dir`; `None`, with a log, if that fails."""
-        from .report import write_report
-
+        """Writes the report of the run in `output_dir`, now instead of later; `None`, with a log, if that fails."""
+        self._release()
         try:
+            from .report import write_report
+
             (path,) = write_report(output_dir)
         except Exception as error:  # whatever it is, it must not mask what ended the training
             logger.error(f"The report of {output_dir} could not be written: {error!r}. Training is not affected.")
@@ -576,10 +577,8 @@ class MismatchReportCallback(GuardedCallback):
 
     def finish(self) -> None:
         """Writes the report of the training that has begun, once; does nothing if it has been."""
-        output_dir = self._output_dir
-        self._release()
-        if output_dir is not None:
-            self.write(output_dir)
+        if self._output_dir is not None:
+            self.write(self._output_dir)
 
     def _release(self) -> None:
         self._output_dir = None

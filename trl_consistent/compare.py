@@ -275,6 +275,11 @@ def replay(paths: Iterable[str | Path], corrections: Iterable[str] = ()) -> Repl
     replayed = dict(zip(names, sums, strict=False))
 
     notes = []
+    if cut := [header["step"] for header in headers if header.get("cut_from")]:
+        notes.append(
+            f"Of {len(cut)} steps (the first: {cut[0]}) only the worst completions were recorded: what is said here is of them. "
+            "A larger `mismatch_record_bytes` keeps whole batches."
+        )
     if not has_advantages:
         left_out = [name for name in names if chosen[name].trust_regions]
         replayed = {name: found for name, found in replayed.items() if name not in left_out}

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 FORMAT = 1
 FOLDER, RECORDS, LOGS, TOKENIZER = "mismatch", "records", "logs.jsonl", "tokenizer"
+STATE = "trainer_state.json"
+"""What the trainers of transformers write, with all that was logged."""
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.safetensors")
 _LEFT = ("prompt_ids", "prompt_mask")  # padded on the left, as TRL does
 _SEVERITY = "mismatch/k3/mean"
@@ -85,6 +87,8 @@ class MismatchRecord:
     """Which process wrote it; `None` once those of all ranks were merged."""
     reason: str = "periodic"
     """Why it was written: `"periodic"`, or the alert."""
+    cut_from: int | None = None
+    """Of how many completions these are the worst, where the whole batch was too large; `None` if they are all."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the whole rollout batch, all ranks, by key of [`METRICS`]; of these completions if left out."""
     fingerprint: dict[str, Any] = field(default_factory=dict)
@@ -145,6 +149,7 @@ class MismatchRecord:
             "step": self.step,
             "rank": self.rank,
             "reason": self.reason,
+            "cut_from": self.cut_from,
             "completions": len(stored["mask"]),
             "tokens": int(stored["mask"].sum()),
             "metrics": self.metrics or self.own_metrics(),
@@ -176,7 +181,9 @@ class MismatchRecord:
         }
         if missing := needed - tensors.keys():
             raise ValueError(f"{path} is no whole record: it lacks {', '.join(sorted(missing))}.")
-        own: dict[str, Any] = {name: header[name] for name in ("step", "rank", "reason", "metrics", "fingerprint")}
+        own: dict[str, Any] = {
+            name: header[name] for name in ("step", "rank", "reason", "cut_from", "metrics", "fingerprint")
+        }
         return cls(**{**tensors, **own})
 
 
@@ -291,7 +298,9 @@ def merge_ranks(records: list[MismatchRecord]) -> MismatchRecord:
     merged = {name: torch.cat(_padded(each, left=name in _LEFT)) for name, each in whole.items()}
     missing = dict.fromkeys(tensors.keys() - whole.keys())
     reasons = dict.fromkeys(reason for record in records for reason in record.reason.split("; "))
-    return records[0]._with({**merged, **missing, "rank": None, "reason": "; ".join(reasons)})
+    cut = sum(record.cut_from or len(record.mask) for record in records)
+    cut_from = cut if any(record.cut_from for record in records) else None
+    return records[0]._with({**merged, **missing, "rank": None, "reason": "; ".join(reasons), "cut_from": cut_from})
 
 
 def _padded(tensors: list[Tensor], left: bool) -> list[Tensor]:
@@ -333,7 +342,7 @@ class RecordStore:
             return record
         worst = record.mismatch_log_ratio.abs().nan_to_num(0.0).sum(1) / record.mask.sum(1).clamp(min=1)
         number = max(1, len(worst) * self.max_bytes // record.nbytes)
-        return record.rows(worst.topk(number).indices.sort().values)
+        return record.rows(worst.topk(number).indices.sort().values)._with({"cut_from": len(worst)})
 
     def _evict(self) -> None:
         """Removes the least bad of the older half until both limits hold, and what killed runs left half written."""
@@ -377,7 +386,7 @@ def read_logs(folder: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's logs, without one that a killed run left half written; none if there are none."""
     try:
         lines = (Path(folder) / LOGS).read_text().splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return list(_parsed(lines))
 
@@ -388,20 +397,45 @@ def _parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def run_logs(run: str | Path) -> list[dict[str, Any]]:
-    """What the run in this output folder has logged, by step: `trainer_state.json`, its own or that of the newest
-    checkpoint, and the live logs; none if there are none."""
+def run_logs(run: str | Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
+    """What the run in this output folder has logged, an entry a step: `trainer_state.json`, its own or that of a checkpoint,
+    whichever got farthest, and the live logs; empty if there are none.
+
+    Args:
+        run (`str` or `Path`): Of our trainer or of TRL's.
+        problems (`list[str]`, *optional*): Gets a sentence for each file that cannot be read; they are warnings without it.
+    """
     run = Path(run)
-    checkpoints = sorted(run.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name), reverse=True)
-    history: list[dict[str, Any]] = []
-    for folder in (run, *checkpoints):
-        if (state := folder / "trainer_state.json").is_file():
-            history = json.loads(state.read_text())["log_history"]
-            break
-    steps: dict[int, dict[str, Any]] = {}
-    for logs in (*history, *read_logs(run / FOLDER)):
-        steps.setdefault(logs.get("step", 0), {}).update(logs)
-    return [steps[step] for step in sorted(steps)]
+    farthest: dict[str, Any] = {}
+    for file in [run / STATE, *run.glob(f"checkpoint-*/{STATE}")]:
+        if not file.is_file():
+            continue
+        try:
+            state = json.loads(file.read_text())
+            history, step = list(state["log_history"]), state.get("global_step", 0)
+            if step > farthest.get("global_step", -1):
+                farthest = {"global_step": step, "log_history": history}
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            problem = f"{file.relative_to(run)} cannot be read: {type(error).__name__}: {error}."
+            logger.warning(problem) if problems is None else problems.append(problem)
+    saved, live = _by_step(farthest.get("log_history", [])), _by_step(read_logs(run / FOLDER))
+    found = {step: {**saved.get(step, {}), **live.get(step, {})} for step in saved.keys() | live.keys()}
+    return [found[step] for step in sorted(found)]
+
+
+def _by_step(entries: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """One entry a step. Where the steps go back, the run was resumed: what it had logged beyond is no longer so."""
+    found: dict[int, dict[str, Any]] = {}
+    newest = -1
+    for entry in entries:
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if not isinstance(step, int):
+            continue
+        if step < newest:
+            found = {old: kept for old, kept in found.items() if old < step}
+        newest = step
+        found[step] = {**found.get(step, {}), **entry}
+    return found
 
 
 @dataclass(frozen=True)

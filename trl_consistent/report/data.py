@@ -5,9 +5,7 @@
 """
 
 import dataclasses
-import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,19 +21,19 @@ from ..records import (
     FOLDER,
     LOGS,
     RECORDS,
+    STATE,
     TOKENIZER,
     MismatchRecord,
     TokenGap,
     load_tokenizer,
     merge_ranks,
     read_header,
-    read_logs,
     record_files,
+    run_logs,
     worst_tokens,
 )
 
 
-STATE = "trainer_state.json"
 SEVERITY = "mismatch/k3/mean"
 """What makes a step worse than another."""
 
@@ -314,60 +312,26 @@ def load_run(path: str | Path) -> Run:
     """
     path = Path(path)
     missing: list[str] = []
-    state, live = _state_logs(path, missing), read_logs(path / FOLDER) if path.is_dir() else []
-    records = _records(path, missing)
-    if not (state or live or records):
+    logs, records = run_logs(path, missing), _records(path, missing)
+    logged = bool(logs)
+    if not (logs or records):
         if not path.exists():
             raise FileNotFoundError(f"No run at {path}: there is no such file or folder.")
         raise FileNotFoundError(
             f"No run at {path}: looked for {STATE}, checkpoint-*/{STATE}, {Path(FOLDER, LOGS)} and "
             f"{Path(FOLDER, RECORDS, 'step-*.safetensors')}" + (f". {' '.join(missing)}" if missing else "") + "."
         )
-    logs = _merged(_by_step(state), _by_step(live))
     if records and not any(key.startswith("mismatch/") for entry in logs for key in entry):
-        logs = _merged([{"step": record.step, **record.metrics} for record in records], logs)
+        of_step = {record.step: {"step": record.step, **record.metrics} for record in records}
+        of_step |= {entry["step"]: {**of_step.get(entry["step"], {}), **entry} for entry in logs}
+        logs = [of_step[step] for step in sorted(of_step)]
     run = Run(path, logs, records, missing)
     if records:
-        run.tokenizer = _tokenizer(path, missing)
-    _say_what_is_missing(run, logged=bool(state or live))
+        run.tokenizer = load_tokenizer(path)
+        if run.tokenizer is None:
+            missing.append(f"No tokenizer that can be read in {Path(FOLDER, TOKENIZER)}: tokens are shown as ids.")
+    _say_what_is_missing(run, logged)
     return run
-
-
-def _state_logs(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    """The `log_history` that got farthest."""
-    best: dict[str, Any] = {}
-    for file in [path / STATE, *path.glob(f"checkpoint-*/{STATE}")]:
-        if not file.is_file():
-            continue
-        try:
-            state = json.loads(file.read_text())
-            if state["global_step"] > best.get("global_step", -1):
-                best = {"global_step": state["global_step"], "log_history": list(state["log_history"])}
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            missing.append(f"{file.relative_to(path)} cannot be read: {type(error).__name__}: {error}.")
-    return best.get("log_history", [])
-
-
-def _by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a step. Where the steps go back, the run was resumed: what it had logged beyond is no longer so."""
-    found: dict[int, dict[str, Any]] = {}
-    newest = -1
-    for entry in entries:
-        step = entry.get("step") if isinstance(entry, dict) else None
-        if not isinstance(step, int):
-            continue
-        if step < newest:
-            found = {old: kept for old, kept in found.items() if old < step}
-        newest = step
-        found[step] = {**found.get(step, {}), **entry}
-    return [found[step] for step in sorted(found)]
-
-
-def _merged(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = {entry["step"]: entry for entry in first}
-    for entry in last:
-        found[entry["step"]] = {**found.get(entry["step"], {}), **entry}
-    return [found[step] for step in sorted(found)]
 
 
 def _records(path: Path, missing: list[str]) -> list[Recorded]:
@@ -397,18 +361,6 @@ def _records(path: Path, missing: list[str]) -> list[Recorded]:
         )
         for step, of_step in sorted(headers.items())
     ]
-
-
-def _tokenizer(path: Path, missing: list[str]) -> Any:
-    folder = record_files(path)[0].parent.parent / TOKENIZER
-    if not folder.is_dir():
-        missing.append(f"No tokenizer in {Path(FOLDER, TOKENIZER)}: tokens are shown as ids.")
-        return None
-    try:
-        return load_tokenizer(path)
-    except Exception as error:  # whatever transformers raises on files it does not understand
-        missing.append(f"The tokenizer cannot be read, tokens are shown as ids: {type(error).__name__}: {error}")
-        return None
 
 
 def _say_what_is_missing(run: Run, logged: bool) -> None:

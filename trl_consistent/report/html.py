@@ -26,13 +26,15 @@ _EVENTS = 40  # alerts that are listed
 _LEVELS = (0.05, 0.3, 1.0)  # |d| at which a token's color begins and deepens
 _TEXT = 600  # characters of a setting
 _LIVE = """
+let seen;
 setInterval(async () => {
   try {
     const text = await (await fetch(location.href, {cache: "no-store"})).text();
     const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
     const main = document.querySelector("main");
     document.getElementById("live").textContent = "live";
-    if (!next || next.dataset.of === main.dataset.of) return;
+    if (!next || text === seen) return;
+    seen = text;
     const open = [...main.querySelectorAll("details")].map((each) => each.open);
     next.querySelectorAll("details").forEach((each, index) => { each.open = open[index] ?? each.open; });
     main.replaceWith(next);
