@@ -1,16 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning-rate callback: its rules by hand, and what it does to a training whose planted noise grows."""
+"""The callbacks: their rules by hand, and what they do to a training whose planted noise grows."""
 
 import logging
 import math
+import os
+import pty
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from trl_consistent import MismatchLRCallback
+from trl_consistent import METRICS, MismatchAlertCallback, MismatchLRCallback, MismatchPanelCallback
+from trl_consistent.alerts import Alerts, replay
+from trl_consistent.callbacks import GuardedCallback, panel
 
-from .training import ConsistentGRPOTrainer, GRPOTrainer, Keep, assert_same_training, build, synthetic_engine, train
+from .training import (
+    ConsistentGRPOTrainer,
+    GRPOTrainer,
+    Keep,
+    assert_same_training,
+    build,
+    noise,
+    synthetic_engine,
+    train,
+)
 
 
 ESS, LENGTH = "mismatch/ess/sequence", "completions/mean_length"
@@ -20,12 +35,17 @@ SGD = {"optim": "sgd", "lr_scheduler_type": "linear", "max_grad_norm": 1.0}
 class ByHand:
     """Calls a callback in the trainer's order, around an optimizer that we can look into."""
 
-    def __init__(self, callback, lr=1.0, scheduler=None):
-        self.callback, self.state = callback, TrainerState()
+    def __init__(self, *callbacks, lr=1.0, scheduler=None):
+        self.callbacks, self.state, self.control = callbacks, TrainerState(), TrainerControl()
+        self.callback = callbacks[0]
         self.parameter = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.optimizer = torch.optim.SGD([self.parameter], lr=lr)
         self.scheduler = scheduler(self.optimizer) if scheduler else None
-        self.callback.on_train_begin(None, self.state, TrainerControl())
+        self.call("on_train_begin")
+
+    def call(self, hook, **kwargs):
+        for callback in self.callbacks:
+            getattr(callback, hook)(None, self.state, self.control, **kwargs)
 
     @property
     def lr(self):
@@ -34,10 +54,10 @@ class ByHand:
     def step(self, **logs):
         """One step with gradient 1, and its log; returns the rate that the update used."""
         self.parameter.data.zero_()
-        self.callback.on_step_begin(None, self.state, TrainerControl(), optimizer=self.optimizer)
+        self.call("on_step_begin", optimizer=self.optimizer)
         self.parameter.grad = torch.ones_like(self.parameter)
         self.optimizer.step()
-        self.callback.on_optimizer_step(None, self.state, TrainerControl())
+        self.call("on_optimizer_step")
         if self.scheduler:
             self.scheduler.step()
         self.state.global_step += 1
@@ -45,8 +65,8 @@ class ByHand:
         return -self.parameter.item()
 
     def log(self, **logs):
-        self.state.log_history.append(dict(logs))
-        self.callback.on_log(None, self.state, TrainerControl(), logs=logs)
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.call("on_log", logs=logs)
 
 
 def growing_noise(step_size):
@@ -318,3 +338,367 @@ def test_ess_rule_with_trl_own_trainer_warns_and_trains_on(tiny_model, tmp_path,
     assert len(kept.steps) == 2
     (record,) = (r for r in caplog.records if r.name == "trl_consistent.callbacks")
     assert "`ConsistentGRPOTrainer` logs it" in record.message
+
+
+# ---------------------------------------------------------------------------------------------------------------- guard
+
+
+class Failing(GuardedCallback):
+    purpose = "the report at the end"
+
+    def __init__(self, error):
+        self.error, self.calls, self.released = error, [], 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.calls.append("step_end")
+        raise self.error
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.calls.append("train_end")
+
+    def _release(self):
+        self.released += 1
+        raise OSError("and cannot clean up")
+
+
+def test_a_callback_that_fails_says_so_once_and_training_goes_on(tiny_model, tmp_path, caplog):
+    callback = Failing(OSError(28, "No space left on device"))
+    kept = run(tiny_model, tmp_path, callback)
+    assert len(kept.steps) == 3 and callback.calls == ["step_end"] and callback.released == 1
+    (record,) = (r for r in caplog.records if r.name == "trl_consistent.callbacks")
+    for part in ("`Failing`", "`on_step_end`", "No space left on device", "off from now on: the report at the end"):
+        assert part in record.message
+    assert record.levelno == logging.ERROR and record.exc_info[1] is callback.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_the_guard_lets_the_user_interrupt(error):
+    with pytest.raises(type(error)):
+        Failing(error).on_step_end(None, TrainerState(), TrainerControl())
+
+
+def test_a_guarded_subclass_of_a_guarded_callback_is_guarded(caplog):
+    class Child(Failing):
+        def on_step_end(self, args, state, control, **kwargs):
+            super().on_step_end(args, state, control)
+            raise AssertionError("reached after what super caught")
+
+    Child(ValueError("once")).on_step_end(None, TrainerState(), TrainerControl())
+    assert [r.message.split(" with ")[1][:18] for r in caplog.records] == ["ValueError('once')", "AssertionError('re"]
+
+
+def test_guarded_hooks_return_what_they_return():
+    class Fine(GuardedCallback):
+        def on_save(self, args, state, control, **kwargs):
+            return control
+
+    control = TrainerControl()
+    assert Fine().on_save(None, None, control) is control
+
+
+# --------------------------------------------------------------------------------------------------------------- alerts
+
+
+ABS_DIFF = "mismatch/abs_diff/mean"
+EPISODE = [0.011] * 9 + [0.06] * 5 + [0.011] * 12  # critical at step 12, recovered at 24, the tenth log back
+
+
+def test_a_critical_episode_by_hand(caplog):
+    seen = []
+    callback = MismatchAlertCallback(["log", "record", lambda event, *rest: seen.append((event, rest))])
+    hand = ByHand(callback)
+    with caplog.at_level(logging.INFO, "trl_consistent.callbacks"):
+        for value in EPISODE:
+            hand.step(**{ABS_DIFF: value})
+    assert [(event.step, event.severity) for event, _ in seen] == [(12, "critical"), (24, "recovered")]
+    assert seen[0][1] == (None, hand.state, hand.control)
+    assert [(r.levelno, r.message) for r in caplog.records] == [
+        (logging.ERROR, seen[0][0].message),
+        (logging.INFO, seen[1][0].message),
+    ]
+    assert callback.record_requests == [seen[0][0]], "a recovery needs no record"
+    assert not hand.control.should_training_stop
+
+
+def test_a_warning_is_logged_as_one_and_stops_nothing(caplog):
+    callback = MismatchAlertCallback(["log", "stop", "lower_lr"])
+    hand = ByHand(callback)
+    taken = [hand.step(**{ABS_DIFF: value}) for value in [0.011] * 9 + [0.03] * 9]
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] and callback.record_requests == []
+    assert set(taken) == {1.0} and not hand.control.should_training_stop
+
+
+def test_every_rank_decides_the_same_and_rank_0_writes(caplog):
+    outcomes = []
+    for rank in (0, 1):
+        seen = []
+        callback = MismatchAlertCallback(
+            ["log", "record", "stop", "lower_lr", lambda event, *_, seen=seen: seen.append(event)]
+        )
+        hand = ByHand(callback)
+        hand.state.is_world_process_zero = rank == 0
+        with caplog.at_level(logging.INFO, "trl_consistent.callbacks"):
+            caplog.clear()
+            taken = [hand.step(**{ABS_DIFF: value}) for value in EPISODE]
+        outcomes.append((seen, taken, callback.record_requests, hand.control.should_training_stop))
+        assert len(caplog.records) == (3 if rank == 0 else 0)  # critical, that training stops, recovered
+    assert outcomes[0] == outcomes[1] and len(outcomes[0][0]) == 2 and outcomes[0][3]
+
+
+def test_an_action_that_raises_is_dropped_and_the_others_go_on(caplog):
+    calls = []
+
+    def broken(event, args, state, control):
+        calls.append(event)
+        raise RuntimeError("no network")
+
+    kept = []
+    hand = ByHand(MismatchAlertCallback([broken, "log", lambda event, *_: kept.append(event)]))
+    for value in EPISODE:
+        hand.step(**{ABS_DIFF: value})
+    assert len(calls) == 1 and len(kept) == 2
+    (record,) = (r for r in caplog.records if "broken" in r.message)
+    assert "no network" in record.message and "not called again" in record.message
+
+
+@pytest.mark.parametrize("actions", ["diagnose", ["log", "email"], [None]])
+def test_an_unknown_action_is_refused_with_the_valid_ones(actions):
+    with pytest.raises(ValueError, match="'log', 'record', 'stop', 'lower_lr', or give a function"):
+        MismatchAlertCallback(actions)
+
+
+def test_the_rate_is_halved_while_a_critical_episode_lasts():
+    hand = ByHand(MismatchAlertCallback("lower_lr"))
+    taken = [hand.step(**{ABS_DIFF: value}) for value in EPISODE]
+    # told in the log of step 12, over in that of step 24
+    assert taken == [1.0] * 12 + [0.5] * 12 + [1.0] * 2
+    assert [log["lr_scale"] for log in hand.state.log_history] == taken
+    assert hand.lr == 1.0 and set(hand.optimizer.param_groups[0]) == set(
+        torch.optim.SGD([hand.parameter]).param_groups[0]
+    )
+
+
+@pytest.mark.parametrize("alerts_first", [True, False])
+def test_scales_of_two_callbacks_multiply_in_any_order(alerts_first):
+    callbacks = [MismatchAlertCallback("lower_lr"), MismatchLRCallback("ess_linear")]
+    hand = ByHand(
+        *(callbacks if alerts_first else callbacks[::-1]),
+        scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    )
+    taken = [hand.step(**{ABS_DIFF: value, ESS: 0.6}) for value in EPISODE[:15]]
+    # the ESS acts from step 2 on, the alert from 13 on; the schedule halves at each step, and no scale enters it
+    scales = [1.0] + [0.6] * 11 + [0.3] * 3
+    assert taken == pytest.approx([scale * 0.5**step for step, scale in enumerate(scales)], rel=1e-12)
+    assert [log["lr_scale"] for log in hand.state.log_history] == pytest.approx(scales, rel=1e-12)
+    assert hand.lr == 0.5**15
+
+
+def test_a_step_that_was_cut_short_scales_no_one_twice():
+    hand = ByHand(MismatchAlertCallback("lower_lr"), MismatchLRCallback("ess_linear"))
+    for value in EPISODE[:13]:
+        hand.step(**{ABS_DIFF: value, ESS: 0.6})
+    hand.call("on_step_begin", optimizer=hand.optimizer)
+    assert hand.lr == pytest.approx(0.3)
+    assert hand.step(**{ABS_DIFF: 0.06, ESS: 0.6}) == pytest.approx(0.3) and hand.lr == 1.0
+
+
+def test_a_callback_that_fails_within_a_step_leaves_the_rate_unscaled(monkeypatch):
+    hand = ByHand(MismatchAlertCallback("lower_lr"))
+    for value in EPISODE[:13]:
+        hand.step(**{ABS_DIFF: value})
+    hand.call("on_step_begin", optimizer=hand.optimizer)
+    monkeypatch.setattr(Alerts, "update", lambda *_: 1 / 0)
+    hand.log(learning_rate=1.0, **{ABS_DIFF: 0.06})  # some trainer that logs within a step
+    assert hand.lr == 1.0 and [hand.step() for _ in range(2)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("at", [8, 11, 12, 18, 25])
+def test_a_resumed_run_goes_on_within_an_episode(at):
+    def watched(values, state=None):
+        seen = []
+        hand = ByHand(MismatchAlertCallback(["lower_lr", lambda event, *_: seen.append(event)]))
+        if state is not None:
+            hand.state = TrainerState(**state)
+            hand.call("on_train_begin")
+        return seen, [hand.step(**{ABS_DIFF: value}) for value in values], hand.state
+
+    whole, whole_rates, _ = watched(EPISODE)
+    first, rates, state = watched(EPISODE[:at])
+    rest, rest_rates, _ = watched(EPISODE[at:], {"global_step": at, "log_history": state.log_history})
+    assert first + rest == whole and rates + rest_rates == whole_rates and len(whole) == 2
+
+
+def test_a_new_run_knows_nothing_of_the_one_before():
+    callback = MismatchAlertCallback(["record", "lower_lr"])
+    hand = ByHand(callback)
+    for value in EPISODE[:14]:
+        hand.step(**{ABS_DIFF: value})
+    assert callback.lr_scale == 0.5 and len(callback.record_requests) == 1
+    callback.on_train_begin(None, TrainerState(), TrainerControl())
+    assert callback.lr_scale == 1.0 and callback.record_requests == []
+
+
+def test_logs_without_any_metric_are_told_once(caplog):
+    hand = ByHand(MismatchAlertCallback())
+    for _ in range(12):
+        hand.step(reward=1.0)
+    (record,) = caplog.records
+    assert "none of its metrics in 10 logs" in record.message and "`ConsistentGRPOTrainer`" in record.message
+
+
+@pytest.mark.parametrize("cls", [ConsistentGRPOTrainer, GRPOTrainer])
+def test_stop_ends_a_training_whose_gap_is_critical(cls, tiny_model, tmp_path, caplog):
+    callback = MismatchAlertCallback(["log", "record", "stop"])
+    kept = run(tiny_model, tmp_path, callback, cls=cls, plant=noise(2.0), max_steps=12)
+    # |d| is about 2 * .8 with a scatter of a fifth, in every log
+    assert 3 <= len(kept.steps) < 12 and kept.trainer.state.global_step == len(kept.steps)
+    events = [event for event in callback.record_requests if event.severity == "critical"]
+    assert events and events[0].step == len(kept.steps)
+    if cls is GRPOTrainer:
+        assert events[0].key == "sampling/sampling_logp_difference/mean"
+    assert any("Training stops" in r.message for r in caplog.records)
+    assert callback.record_requests == [e for e in replay(kept.trainer.state.log_history) if e.severity != "recovered"]
+
+
+@pytest.mark.parametrize("cls", [ConsistentGRPOTrainer, GRPOTrainer])
+def test_a_healthy_training_is_left_alone_bit_for_bit(cls, tiny_model, tmp_path, caplog):
+    plain = train(cls, tiny_model, tmp_path / "a", plant=noise(0.005))
+    callback = MismatchAlertCallback(["log", "record", "stop", "lower_lr"])
+    watched = run(tiny_model, tmp_path / "b", callback, cls=cls, plant=noise(0.005))
+    assert_same_training(plain, watched)
+    assert callback.record_requests == [] and not [r for r in caplog.records if "callbacks" in r.name]
+
+
+def test_tensorboard_holds_the_scale_of_alerts(tiny_model, tmp_path):
+    kept = run(
+        tiny_model, tmp_path, MismatchAlertCallback("lower_lr", persistence=(1, 1), thresholds={ABS_DIFF: (0.1, 0.2)}),
+        plant=noise(2.0), max_steps=5, report_to="tensorboard",
+    )  # fmt: skip
+    logged = [log["lr_scale"] for log in kept.steps]
+    assert logged[0] == 1.0 and logged[-1] == 0.5
+    assert scalars(tmp_path, "train/lr_scale") == logged
+
+
+# ---------------------------------------------------------------------------------------------------------------- panel
+
+
+def text(lines):
+    import re
+
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+
+
+LOGS = {
+    "learning_rate": 1e-6, "mismatch/k3/mean": 6.1e-4, ABS_DIFF: 0.0113, "mismatch/ess/token": 0.998, ESS: 0.914,
+    "correction/truncated_fraction/low": 0.001, "correction/truncated_fraction/high": 0.002,
+    "correction/masked_fraction/low": 0.0, "correction/masked_fraction/high": 0.0,
+}  # fmt: skip
+
+
+def test_the_panel_shows_numbers_shares_and_alerts():
+    alerts = Alerts()
+    shown = text(panel(7, LOGS, alerts, 80))
+    assert "mismatch, step 7" in shown[0] and {len(line) for line in shown} == {80} and len(shown) == 5
+    assert "k3 0.00061   |d| 0.0113   ESS token 99.8%   sequence 91.4%" in shown[1]
+    assert "truncated 0.30%   masked 0.00%" in shown[2] and "rejected" not in shown[2]
+    assert "no alerts" in shown[3]
+    replay([{"step": step, ABS_DIFF: 0.06} for step in range(5)], alerts)
+    assert f"critical: {ABS_DIFF} since step 2" in text(panel(8, LOGS, alerts, 80))[3]
+
+
+@pytest.mark.parametrize("width", [12, 40, 200])
+@pytest.mark.parametrize("value", [None, math.nan, "x", "missing"])
+def test_the_panel_has_five_lines_whatever_the_logs_hold(width, value):
+    logs = {} if value == "missing" else dict.fromkeys((*METRICS, *LOGS), value)
+    alerts = Alerts()
+    replay([{"step": step, **dict.fromkeys(METRICS, 1000.0)} for step in range(30)], alerts)
+    shown = text(panel(1, logs, alerts, width))
+    assert len(shown) == 5 and max(map(len, shown)) <= width
+
+
+def test_the_panel_of_a_stock_run_reads_what_vanilla_trl_logs():
+    assert "|d| 0.0113" in text(panel(1, {"sampling/sampling_logp_difference/mean": 0.0113}, Alerts(), 80))[1]
+
+
+class OnTerminal:
+    """Standard error is a terminal of 40 rows within the block; `.output` holds what was written to it."""
+
+    def __enter__(self):
+        import fcntl
+        import struct
+        import termios
+
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        self.saved, sys.stderr = sys.stderr, os.fdopen(theirs, "w")
+        return self
+
+    def __exit__(self, *_):
+        sys.stderr.flush()
+        os.set_blocking(self.ours, False)
+        parts = []
+        while True:
+            try:
+                parts.append(os.read(self.ours, 65536))
+            except OSError:
+                break
+        self.output = b"".join(parts).decode()
+        sys.stderr.close()
+        os.close(self.ours)
+        sys.stderr = self.saved
+
+
+def shown_by(callback, args=None, rank=0, steps=3):
+    args = args or SimpleNamespace(disable_tqdm=False, log_completions=False)
+    state = TrainerState(is_world_process_zero=rank == 0)
+    with OnTerminal() as terminal:
+        callback.on_train_begin(args, state, TrainerControl())
+        for step in range(1, steps + 1):
+            state.global_step = step
+            callback.on_log(args, state, TrainerControl(), logs=dict(LOGS))
+        callback.on_train_end(args, state, TrainerControl())
+    return terminal.output
+
+
+def test_on_a_terminal_the_panel_is_redrawn_in_place():
+    output = shown_by(MismatchPanelCallback())
+    for step in (1, 2, 3):
+        assert f"mismatch, step {step}" in output
+    # each line goes back up to the progress bar's, so that only the last panel moves the terminal on, by its five lines
+    assert output.count("\x1b[A") >= 3 * (1 + 2 + 3 + 4 + 5)
+    assert output.count("\n") - output.count("\x1b[A") == 5
+    last = output[output.rindex("\x1b[A") :]
+    assert "mismatch, step 3" in last and last.count("\n") == 5
+
+
+def test_with_completions_printed_the_panel_is_printed_too():
+    output = shown_by(MismatchPanelCallback(), SimpleNamespace(disable_tqdm=False, log_completions=True))
+    assert output.count("mismatch, step") == 3 and "\x1b[A" not in output
+
+
+@pytest.mark.parametrize(("rank", "disable_tqdm"), [(1, False), (0, True)])
+def test_no_panel_on_other_ranks_nor_without_progress_bar(rank, disable_tqdm):
+    args = SimpleNamespace(disable_tqdm=disable_tqdm, log_completions=False)
+    assert shown_by(MismatchPanelCallback(), args, rank) == ""
+
+
+def test_no_panel_where_there_is_no_terminal(tiny_model, tmp_path, capsys):
+    run(tiny_model, tmp_path, MismatchPanelCallback(), disable_tqdm=False, max_steps=1)
+    assert "mismatch, step" not in "".join(capsys.readouterr())
+
+
+def test_without_rich_one_line_says_what_to_install(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert shown_by(MismatchPanelCallback()) == ""
+    (record,) = caplog.records
+    assert "`pip install rich`" in record.message
+
+
+def test_a_panel_that_fails_leaves_the_terminal_clean(monkeypatch, caplog):
+    callback = MismatchPanelCallback()
+    calls = iter([["one", "two"]])
+    monkeypatch.setattr("trl_consistent.callbacks.panel", lambda *_: next(calls))  # the second raises
+    shown_by(callback)
+    assert callback._bars == []
+    (record,) = caplog.records
+    assert "StopIteration" in record.message and "off from now on: the mismatch panel" in record.message

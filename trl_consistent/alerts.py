@@ -130,12 +130,14 @@ def _slope(values: list[float]) -> tuple[float, float]:
     pairs = [(values[j] - values[i], j - i) for i in range(n) for j in range(i + 1, n)]
     s = sum((rise > 0) - (rise < 0) for rise, _ in pairs)
     slope = median(rise / run for rise, run in pairs)
-    # Var S = n (n - 1) (2 n + 5) / 18 for values in any order; neighbours that are alike count for less.
+    # Var S = n (n - 1) (2 n + 5) / 18 for values in any order. Neighbours that are alike count for less, but not for so
+    # little that 25 values in perfect order are below 4 standard errors.
     line = median(value - slope * i for i, value in enumerate(values))
     rest = [value - slope * i - line for i, value in enumerate(values)]
     square = sum(x * x for x in rest)
-    alike = max(0.0, sum(x * y for x, y in zip(rest, rest[1:], strict=False)) / square) if square else 0.0
-    variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + alike) / (1 - min(alike, 0.99))
+    alike = sum(x * y for x, y in zip(rest, rest[1:], strict=False)) / square if square else 0.0
+    alike = min(max(alike, 0.0), 0.5)
+    variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + alike) / (1 - alike)
     return slope, (s - (s > 0) + (s < 0)) / math.sqrt(variance)
 
 
@@ -144,8 +146,6 @@ class _Episode:
     told: AlertEvent
     """The last event."""
     since: int
-    baseline: float | None
-    """Of before; what goes wrong must not become normal."""
     worst: float
     worst_step: int
     quiet: int = 0
@@ -173,7 +173,7 @@ class _Watch:
         self.needed, self.of = (1, 1) if self.at_once else persistence
         self.quiet_logs = 2 * persistence[1]
         self.logs: deque[tuple[int, float, float | None]] = deque(maxlen=window)  # step, value, length
-        self.past: deque[float] = deque(maxlen=window)  # values before the last `of`, outside episodes
+        self.past: deque[float] = deque(maxlen=window)  # before the last `of`; what goes wrong never becomes normal
         self.episode: _Episode | None = None
 
     def _bounds(self, bounds: Bounds, length: float | None) -> Bounds:
@@ -221,8 +221,6 @@ class _Watch:
 
     @property
     def _baseline(self) -> float | None:
-        if self.episode is not None:
-            return self.episode.baseline
         return median(self.past) if len(self.past) >= _BASELINE_LOGS else None
 
     def _baseline_limits(self) -> dict[Severity, float]:
@@ -287,7 +285,7 @@ class _Watch:
             if vote is None:
                 return None
             told = self._event(vote, step, value, name)
-            self.episode = _Episode(told, step, self._baseline, value, step)
+            self.episode = _Episode(told, step, value, step)
             return told
         if _excess(value, self.warn) > _excess(episode.worst, self.warn):
             episode.worst, episode.worst_step = value, step
@@ -384,8 +382,8 @@ class Alerts:
     def __init__(
         self, *, thresholds: Thresholds | None = None, window: int = 30, persistence: tuple[int, int] = (3, 5)
     ):
-        if window < 20:
-            raise ValueError(f"`window` is {window} logs, too few to tell a trend from noise: set it to 20 or more.")
+        if window < 25:
+            raise ValueError(f"`window` is {window} logs, too few to tell a trend from noise: set it to 25 or more.")
         needed, of = persistence
         if not 1 <= needed <= of <= window:
             raise ValueError(
