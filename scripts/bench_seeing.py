@@ -4,15 +4,17 @@
 One training of SmolLM2-135M-Instruct (float32, LoRA on all linear layers, random completions in place of an engine), whose
 steps take turns: everything off; metrics, alerts, panel, TensorBoard (scalars and histograms) and the report's logs on; the
 same with a record written in that very step. A step is from one begin to the next, logging included; ratios are of
-neighboring steps, the median is printed. The panel draws to a terminal that is /dev/null.
+neighboring steps, the median is printed. The panel draws to a terminal that nobody looks at.
 """
 
 import argparse
 import contextlib
 import os
+import pty
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +22,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 TURNS = ("off", "on", "on, recording")
+
+
+@contextlib.contextmanager
+def terminal():
+    """Within the block, stderr is a terminal, and stdout nowhere."""
+    ours, theirs = pty.openpty()
+
+    def drain():
+        with contextlib.suppress(OSError):
+            while os.read(ours, 65536):
+                pass
+
+    threading.Thread(target=drain, daemon=True).start()
+    with os.fdopen(theirs, "w") as screen, open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(nowhere):
+            yield
 
 
 def switched(trainer, seeing):
@@ -60,7 +78,6 @@ def main() -> None:
     for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("ACCELERATE_USE_CPU", "true")):
         os.environ.setdefault(name, value)
 
-    from rich.console import Console
     from transformers.integrations import TensorBoardCallback
     from transformers.utils import logging
 
@@ -68,19 +85,18 @@ def main() -> None:
     from trl_consistent import MismatchAlertCallback, MismatchPanelCallback
 
     logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as output, open(os.devnull, "w") as nowhere:
-        panel = MismatchPanelCallback(console=Console(file=nowhere, force_terminal=True, width=120))
+    with tempfile.TemporaryDirectory() as output, terminal():
         trainer = build(
             "ours", arguments, output, random_generation(arguments.tokens),
-            callbacks=[MismatchAlertCallback(), panel], max_steps=len(TURNS) * (arguments.rounds + 1) + 1, logging_steps=1,
+            callbacks=[MismatchAlertCallback(actions="record"), MismatchPanelCallback()],
+            max_steps=len(TURNS) * (arguments.rounds + 1) + 1, logging_steps=1, disable_tqdm=False,
             report_to="tensorboard", correction=None, vllm_importance_sampling_correction=False,
         )  # fmt: skip
         kinds = (MismatchAlertCallback, MismatchPanelCallback, TensorBoardCallback)
         seeing = [c for c in trainer.callback_handler.callbacks if isinstance(c, kinds)]
-        switch = switched(trainer, seeing)
+        switch = switched(trainer, [*seeing, trainer._recorder])
         trainer.add_callback(switch)
-        with contextlib.redirect_stdout(nowhere):
-            trainer.train()
+        trainer.train()
     seconds = {name: values[1:] for name, values in switch.seconds.items()}  # the first ones warm up
     base = statistics.median(seconds["off"])
     print(

@@ -57,8 +57,9 @@ def fingerprint(
     described = None
     if correction is not None:
         described = {"preset": option(args, "correction"), **dataclasses.asdict(correction)}
+    model = getattr(trainer.model.config, "_name_or_path", "")
     return {
-        "model": getattr(trainer.model.config, "_name_or_path", ""),
+        "model": Path(model).name if os.path.isdir(model) else model,  # records travel, folders stay
         "processes": trainer.accelerator.num_processes,
         "device": str(trainer.accelerator.device),
         "trainer": {

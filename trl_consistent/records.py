@@ -181,10 +181,8 @@ class MismatchRecord:
         }
         if missing := needed - tensors.keys():
             raise ValueError(f"{path} is no whole record: it lacks {', '.join(sorted(missing))}.")
-        own: dict[str, Any] = {
-            name: header[name] for name in ("step", "rank", "reason", "cut_from", "metrics", "fingerprint")
-        }
-        return cls(**{**tensors, **own})
+        own: dict[str, Any] = {name: header[name] for name in ("step", "rank", "reason", "metrics", "fingerprint")}
+        return cls(**{**tensors, **own, "cut_from": header.get("cut_from")})
 
 
 _DTYPES = {
