@@ -40,6 +40,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="where logs go (default: %(default)s)"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the rollout engine (default: float32, with --tiny and on GPUs bfloat16); the trainer computes in float32, on "
+        "GPUs in bfloat16",
+    )
     parser.add_argument("--correction", default="tis", choices=PRESETS, help="default: %(default)s")
     parser.add_argument(
         "--tiny",
@@ -144,7 +150,8 @@ def command(arguments: argparse.Namespace) -> list[str]:
     """The training run as one would type it."""
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     configs = ROOT / "examples" / "accelerate_configs"
-    engine: dict[str, object] = {} if on_gpu() else {"dtype": "bfloat16" if arguments.tiny else "float32"}
+    dtype = arguments.dtype or ("bfloat16" if arguments.tiny else "float32")
+    engine: dict[str, object] = {"dtype": dtype} if arguments.dtype or not on_gpu() else {}
     options = {
         "output_dir": arguments.output,
         "max_steps": arguments.steps,
