@@ -546,6 +546,21 @@ def test_logs_without_any_metric_are_told_once(caplog):
     assert "none of its metrics in 10 logs" in record.message and "`ConsistentGRPOTrainer`" in record.message
 
 
+def test_what_all_ranks_do_alike_is_done_before_what_can_fail_on_one(monkeypatch):
+    """Else rank 0 would train on where the others stop."""
+    thresholds = {ABS_DIFF: (0.1, 0.2)}
+    callback = MismatchAlertCallback(["log", "record", "stop", "lower_lr"], thresholds=thresholds, persistence=(1, 1))
+    hand = ByHand(callback)
+
+    def broken(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("trl_consistent.callbacks.logger.log", broken)
+    rates = [hand.step(**{ABS_DIFF: 0.5}) for _ in range(5)]
+    assert hand.control.should_training_stop and rates[-1] == 0.5
+    assert [event.key for event in callback.record_requests] == [ABS_DIFF]
+
+
 @pytest.mark.parametrize("cls", [ConsistentGRPOTrainer, GRPOTrainer])
 def test_stop_ends_a_training_whose_gap_is_critical(cls, tiny_model, tmp_path, caplog):
     told = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_consistent import PRESETS, Correction, Rejection, TrustRegion, cli
-from trl_consistent.compare import DEFAULT, compare_runs, in_force, is_run, named, replay
+from trl_consistent.compare import DEFAULT, _per_token, compare_runs, in_force, is_run, named, replay
 from trl_consistent.records import append_logs
 
 from .recorded import record_of, write
@@ -402,6 +402,15 @@ def two(tmp_path):
     a = finished(tmp_path / "a", "bfloat16", [2e-4, 3e-4, 4e-4, 9e-4, 5e-4], (50, 100))
     b = finished(tmp_path / "b", "float16", [2e-4, 1e-3, 3e-3, 2e-2, 4e-3], (100, 150), state=False)
     return a, b
+
+
+def test_dr_grpo_divides_by_the_longest_completion_there_can_be():
+    """Not by the longest of a record: 2 tokens of a completion, of 10 or of 100 columns, count the same."""
+    mask = torch.zeros(3, 10, dtype=torch.bool)
+    mask[:, :2] = True
+    narrow = _per_token(mask, "dr_grpo", longest=400)
+    wide = _per_token(torch.nn.functional.pad(mask, (0, 90)), "dr_grpo", longest=400)
+    assert narrow[0, 0] == wide[0, 0] == pytest.approx(1 / (3 * 400))
 
 
 def test_two_runs_differ_in_what_was_planted(two):

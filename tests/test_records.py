@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trl import GRPOTrainer
 
-from trl_consistent import ConsistentGRPOTrainer, MismatchAlertCallback
+from trl_consistent import ConsistentGRPOTrainer, MismatchAlertCallback, MismatchReportCallback
 from trl_consistent.compare import replay
 from trl_consistent.records import (
     MismatchRecord,
@@ -29,6 +30,8 @@ from trl_consistent.records import (
     read_logs,
     read_records,
     record_files,
+    run_logs,
+    set_aside,
     worst_tokens,
 )
 
@@ -118,18 +121,36 @@ def test_safetensors_of_another_kind_newer_formats_and_missing_tensors_are_named
     save_file({"mask": torch.zeros(2)}, path, metadata={"mismatch_record": json.dumps({"format": 1})})
     with pytest.raises(ValueError, match="its header lacks completions, fingerprint, metrics"):
         MismatchRecord.load(path)
-    header = dict.fromkeys(("step", "rank", "reason", "completions", "tokens", "metrics", "fingerprint"), 1)
+    header = dict.fromkeys(("step", "rank", "completions", "tokens"), 1) | {
+        "metrics": {},
+        "fingerprint": {},
+        "reason": "",
+    }
     save_file({"mask": torch.zeros(2)}, path, metadata={"mismatch_record": json.dumps({"format": 1, **header})})
     with pytest.raises(ValueError, match="lacks completion_ids, completion_mask, old_per_token_logps, prompt_ids"):
         MismatchRecord.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", '"><a href="http://e">x</a>'), ("step", -1), ("step", True), ("rank", "0"), ("reason", 3), ("metrics", []),
+        ("metrics", {"mismatch/k3/mean": "high"}), ("fingerprint", "x"), ("completions", 0.5),
+    ],
+)  # fmt: skip
+def test_a_header_that_holds_something_else_is_refused(tmp_path, name, value):
+    path = tmp_path / "a.safetensors"
+    record().save(path)
+    header = {**read_header(path), name: value}
+    save_file(load_file(path), path, {"mismatch_record": json.dumps(header)})
+    with pytest.raises(ValueError, match=f"a.safetensors is no record.*({name}|numbers)"):
+        read_header(path)
 
 
 def test_tensors_of_a_later_version_are_left_alone(tmp_path):
     path = tmp_path / "a.safetensors"
     record().save(path)
     header = read_header(path)
-    from safetensors.torch import load_file
-
     save_file({**load_file(path), "topk_ids_BTLK": torch.zeros(1)}, path, {"mismatch_record": json.dumps(header)})
     assert MismatchRecord.load(path).step == 1
 
@@ -221,6 +242,25 @@ def test_the_newest_half_is_kept_and_the_worst_of_the_older_ones(tmp_path):
     assert steps_in(tmp_path) == [2, 4, 7, 8]
 
 
+def test_what_was_just_written_is_not_what_is_removed(tmp_path):
+    store = RecordStore(tmp_path, 2, 10**9)
+    for step, gap in ((50, 1.0), (60, 2.0), (10, 0.0)):  # a run that went back
+        store.write(record(step, gap))
+    assert steps_in(tmp_path) == [10, 60]
+
+
+def test_records_beyond_the_step_a_run_goes_on_from_are_forgotten(tmp_path):
+    for rank in (0, 1, 2):
+        for step in (1, 5, 9):
+            RecordStore(tmp_path, 9, 10**9, rank).write(record(step, rank=rank))
+    RecordStore(tmp_path, 9, 10**9, 0).forget(after=5, ranks=2)
+    left = [file.name.removesuffix(".safetensors") for file in record_files(tmp_path)]
+    # rank 0 removes its own, and those of the third rank, which is no more; not those of rank 1
+    assert left == [f"step-{step:08}-rank-{rank:05}" for step, rank in (
+        (1, 0), (1, 1), (1, 2), (5, 0), (5, 1), (5, 2), (9, 1),
+    )]  # fmt: skip
+
+
 def test_the_newest_alone_is_kept_with_a_limit_of_one(tmp_path):
     store = RecordStore(tmp_path, 1, 10**9)
     for step, gap in ((1, 2.0), (2, 0.0)):
@@ -299,6 +339,45 @@ def test_records_are_found_from_the_run_the_folder_and_the_file(tmp_path):
         record_files(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="No mismatch records at .*gone"):
         record_files(tmp_path / "gone")
+
+
+def state_of(folder, *logs, step=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"global_step": step or logs[-1]["step"], "log_history": logs})
+    (folder / "trainer_state.json").write_text(text)
+
+
+def test_states_that_an_earlier_run_left_are_not_those_of_this_one(tmp_path):
+    state_of(tmp_path / "checkpoint-500", *({"step": step, "loss": 9.0} for step in range(1, 501)))
+    for step in (1, 2):
+        append_logs(tmp_path / "mismatch", {"step": step, "loss": 0.5})
+    assert run_logs(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
+
+
+def test_what_came_before_the_live_logs_is_in_the_state_that_agrees_with_them(tmp_path):
+    state_of(tmp_path / "checkpoint-9", {"step": 1, "loss": 9.0}, {"step": 2, "loss": 9.0}, step=9)  # of another run
+    state_of(tmp_path / "checkpoint-2", {"step": 1, "loss": 0.75}, {"step": 2, "loss": 0.5})
+    for step in (2, 3):
+        append_logs(tmp_path / "mismatch", {"step": step, "loss": 0.5})
+    assert [log["loss"] for log in run_logs(tmp_path)] == [0.75, 0.5, 0.5]
+
+
+def test_a_log_after_half_a_line_is_not_lost(tmp_path):
+    append_logs(tmp_path, {"step": 1})
+    with (tmp_path / "logs.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    append_logs(tmp_path, {"step": 2})
+    append_logs(tmp_path, {"step": 3})
+    assert [log["step"] for log in read_logs(tmp_path)] == [1, 2, 3]
+
+
+def test_starts_that_failed_leave_the_records_of_the_run_before_them(tmp_path):
+    folder = tmp_path / "mismatch"
+    RecordStore(folder / "records", 9, 10**9).write(record(5))
+    for _ in range(3):
+        set_aside(folder)
+        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    assert [r.step for r in read_records(tmp_path / "mismatch.old")] == [5]
 
 
 def test_a_half_written_line_of_the_logs_is_left_out(tmp_path):
@@ -403,6 +482,76 @@ def test_the_fingerprint_says_what_the_run_is_made_of(tiny_model, tmp_path):
     assert made_of["old_logprobs"] == "reuse" and made_of["settings"]["learning_rate"] == 0.01
     assert made_of["versions"]["torch"] == torch.__version__
     assert "reshaped-sampling" in [finding["code"] for finding in made_of["audit"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"correction": "tis"},
+        {"correction": "tis", "correction_normalize": "token"},
+        {"correction": "tis", "old_logprobs": "rollout"},
+        {"correction": "dppo_tv"},
+        {"correction": "seq_mis"},
+        {"vllm_importance_sampling_mode": "token_truncate"},
+    ],
+    ids=str,
+)
+def test_weights_are_those_that_the_loss_sees(tiny_model, tmp_path, monkeypatch, options):
+    seen = []
+    loss = GRPOTrainer._compute_loss
+
+    def see(self, model, inputs):
+        value = loss(self, model, inputs)
+        seen.append((inputs["completion_ids"], inputs["importance_sampling_ratio"].clone()))
+        return value
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", see)
+    train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(1.0), max_steps=1, **options)
+    (found,) = read_records(tmp_path / "ConsistentGRPOTrainer")
+    rows = {tuple(ids): ratio for many, ratios in seen for ids, ratio in zip(many.tolist(), ratios, strict=True)}
+    for ids, mask, weights in zip(found.completion_ids.tolist(), found.mask, found.weights, strict=True):
+        (ratio,) = [ratio for row, ratio in rows.items() if list(row[: len(ids)]) == ids]
+        assert torch.allclose(ratio[: len(ids)].expand_as(weights)[mask], weights[mask], atol=1e-5)
+
+
+def test_of_several_batches_of_a_step_the_worst_is_kept(tiny_model, tmp_path):
+    calls = iter(range(1000))
+
+    def impossible(ids, logps):
+        """A token of the first of two batches of the first step."""
+        return [-math.inf, *logps[1:]] if next(calls) == 1 else logps
+
+    with synthetic_engine(impossible):
+        trainer = build(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[MismatchAlertCallback(actions="record")], max_steps=1,
+            correction="tis", old_logprobs="recompute", steps_per_generation=1,
+        )  # fmt: skip
+        trainer.train()
+    (found,) = read_records(tmp_path / "ConsistentGRPOTrainer")
+    assert torch.isinf(found.mismatch_log_ratio).sum() == 1 and found.reason == "periodic"
+
+
+def test_an_evaluation_of_its_own_is_no_part_of_the_run(tiny_model, tmp_path):
+    from datasets import Dataset
+
+    train(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=2)
+    rows = Dataset.from_list([{"prompt": "one two"}] * 4)
+    with synthetic_engine():
+        trainer = build(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, inputs={"eval_dataset": rows}, callbacks=[MismatchReportCallback()],
+            per_device_eval_batch_size=4,
+        )  # fmt: skip
+        trainer.evaluate()
+    assert [log["step"] for log in run_logs(tmp_path / "ConsistentGRPOTrainer")] == [1, 2]
+
+
+def test_alerts_that_are_to_record_say_so_where_nothing_is(tiny_model, tmp_path, caplog):
+    with synthetic_engine():
+        build(
+            ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[MismatchAlertCallback()], max_steps=1,
+            mismatch_record_steps=0,
+        ).train()  # fmt: skip
+    assert "With `mismatch_record_steps=0`, alerts record nothing" in caplog.text
 
 
 def test_an_alert_writes_the_batch_that_set_it_off(tiny_model, tmp_path):

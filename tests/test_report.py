@@ -105,16 +105,41 @@ def test_a_resumed_run_forgets_what_it_had_logged_beyond(tmp_path):
 
 
 def test_live_logs_add_to_those_of_the_last_checkpoint(tmp_path):
-    write_state(tmp_path / "checkpoint-1", [{"step": 1, "loss": 0.1, "reward": 1.0}])
-    write_logs(tmp_path, loss=[0.5, 0.6])
+    write_state(tmp_path / "checkpoint-2", [{"step": 1, "loss": 0.1, "reward": 1.0}, {"step": 2, "loss": 0.5}])
+    for step, loss in ((2, 0.5), (3, 0.6)):  # recording began at step 2
+        append_logs(tmp_path / "mismatch", {"step": step, "loss": loss})
     run = load_run(tmp_path)
-    assert run.curves["loss"].values == [0.5, 0.6] and run.curves["reward"].values == [1.0]
+    assert run.curves["loss"].values == [0.1, 0.5, 0.6] and run.curves["reward"].values == [1.0]
 
 
 def test_values_that_are_no_numbers_make_no_points(tmp_path):
     write_logs(tmp_path, mismatch__k3__mean=[1e-4, NAN, math.inf], note=["a", None, True])
     curves = load_run(tmp_path).curves
     assert curves[K3] == Curve(K3, [1, 3], [1e-4, math.inf]) and "note" not in curves
+
+
+def test_a_metric_that_recovers_under_another_name_is_no_accident(tmp_path):
+    """A run of TRL that went on with our trainer."""
+    stock = [{"step": step, "sampling/sampling_logp_difference/mean": 0.2} for step in range(1, 31)]
+    ours = [{"step": step, ABS_DIFF: 0.001, K3: 1e-5} for step in range(31, 91)]
+    run = load_run(write_state(tmp_path, [*stock, *ours]))
+    assert {event.severity for event in run.events} >= {"critical", "recovered"}
+    assert run.verdict.level in ("healthy", "critical") and render_html(run)
+
+
+def test_names_of_logs_are_escaped_everywhere(tmp_path):
+    hostile = 'mismatch/x"><b>bold</b>'
+    write_logs(tmp_path, **{hostile: [0.1, 0.2], "mismatch__k3__mean": [1e-4, 1e-4]})
+    assert "<b>bold" not in render_html(load_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("a.md", b"###"), ("a.json", b"{"), ("a.html", b"<!doc"), ("a.txt", b"<!doc")]
+)
+def test_the_suffix_of_the_file_says_the_format(tmp_path, name, start):
+    write_logs(tmp_path, mismatch__k3__mean=HEALTHY)
+    (path,) = write_report(tmp_path, tmp_path / name)
+    assert path.read_bytes().startswith(start)
 
 
 def test_an_unreadable_file_is_said_and_the_rest_is_shown(tmp_path):
@@ -667,7 +692,7 @@ def test_md_is_a_summary_that_breaks_no_table(told):
     assert (
         text.startswith(f"### {told.name}: healthy\n") and f"| `{K3}` | 2e-4 | 2.02e-4 | 2.02e-4 | ≤ 0.001 |" in text
     )
-    assert "| A1 | a\\|b &lt;b> |  | c |" in text and "| settings | `a\\|b` | `` x\\|`y` `` |" in text
+    assert "| A1 | a&#124;b &#60;b> |  | c |" in text and "| settings | `a\\|b` | `` x\\|`y` `` |" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
 

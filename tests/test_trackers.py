@@ -95,6 +95,15 @@ def test_tensorboard_gets_numbers_histograms_and_a_table_at_the_same_steps(tiny_
     assert text.step == 2
 
 
+def test_a_tracker_that_changed_inside_stops_nothing(tiny_model, tmp_path, monkeypatch, caplog):
+    def changed(callback):
+        raise AttributeError("_next_step")
+
+    monkeypatch.setattr("trl_consistent.trackers._compat.tracker_of", changed)
+    trainer, _ = trained(tiny_model, tmp_path)
+    assert trainer.state.global_step == 3 and "Training goes on" in caplog.text
+
+
 def test_an_evaluation_has_its_own_histograms(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     rows = [{"prompt": "one two"}] * 8

@@ -73,11 +73,12 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
             self._is_off = True
             with contextlib.suppress(Exception):
                 self._release()
-            logger.error(
-                f"`{type(self).__name__}` failed in `{hook.__name__}` with {error!r}. Training goes on; off from now on: "
-                f"{self.purpose}.",
-                exc_info=True,
-            )
+            with contextlib.suppress(Exception):
+                logger.error(
+                    f"`{type(self).__name__}` failed in `{hook.__name__}` with {error!r}. Training goes on; off from now on: "
+                    f"{self.purpose}.",
+                    exc_info=True,
+                )
             return None
 
     return guarded
@@ -291,7 +292,8 @@ class MismatchAlertCallback(GuardedCallback, ScalesLR):
             What to do with an event.
 
             - `"log"`: rank 0 logs a warning, an error (critical) or an info (recovered).
-            - `"record"`: warnings and critical events go to `record_requests`; `ConsistentGRPOTrainer` writes the batch.
+            - `"record"`: warnings and critical events go to `record_requests`; `ConsistentGRPOTrainer` writes the newest
+              rollout batch, which with `logging_steps=1` and one batch a step is the one that set it off.
             - `"stop"`: a critical event ends training after the step, on every rank.
             - `"lower_lr"`: the learning rate is halved while a critical episode lasts, as by [`MismatchLRCallback`].
             - A function `(event, args, state, control)`: called on every rank with each [`AlertEvent`]; one that raises is
@@ -368,9 +370,16 @@ class MismatchAlertCallback(GuardedCallback, ScalesLR):
         self.report(logs)
         if state.log_history:
             self.report(state.log_history[-1])  # the trainer copied the logs before it called us
-        for event in self._alerts.update(state.global_step, logs):
-            self._act(event, args, state, control)
+        events = self._alerts.update(state.global_step, logs)
+        # First what all ranks must do alike, then what can fail on one of them.
+        if "record" in self.actions:
+            self.record_requests += [event for event in events if event.severity != "recovered"]
+        if "stop" in self.actions and any(event.severity == "critical" for event in events):
+            control.should_training_stop = True
         self._follow()
+        for event in events:
+            with contextlib.suppress(Exception):  # of logging itself; a rank that falls silent must not act otherwise
+                self._tell(event, args, state, control)
         if "learning_rate" in logs and not self._alerts.has_seen_any:
             self._missed += 1
             if self._missed == _PATIENCE and state.is_world_process_zero:
@@ -379,19 +388,13 @@ class MismatchAlertCallback(GuardedCallback, ScalesLR):
                     "need the rollout engine's log-probs: use `ConsistentGRPOTrainer`, or `use_vllm=True` with `GRPOTrainer`."
                 )
 
-    def _act(self, event: AlertEvent, args: Any, state: Any, control: Any) -> None:
+    def _tell(self, event: AlertEvent, args: Any, state: Any, control: Any) -> None:
         writes = state.is_world_process_zero
         if "log" in self.actions and writes:
             with tqdm.external_write_mode(file=sys.stderr):  # not across the progress bar
                 logger.log(_LEVELS[event.severity], event.message)
-        if "record" in self.actions and event.severity != "recovered":
-            self.record_requests.append(event)
-        if "stop" in self.actions and event.severity == "critical":
-            control.should_training_stop = True
-            if writes:
-                logger.error(
-                    f"Training stops at step {event.step}: `{event.key}` is critical and `actions` holds 'stop'."
-                )
+        if "stop" in self.actions and event.severity == "critical" and writes:
+            logger.error(f"Training stops at step {event.step}: `{event.key}` is critical and `actions` holds 'stop'.")
         for call in list(self._calls):
             try:
                 call(event, args, state, control)
@@ -569,7 +572,7 @@ class MismatchReportCallback(GuardedCallback):
             set_aside(Path(args.output_dir, FOLDER))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if logs and state.is_world_process_zero and self.keeps_logs:
+        if logs and self._output_dir is not None and self.keeps_logs:  # not an evaluation of its own
             append_logs(Path(args.output_dir, FOLDER), {**logs, "step": state.global_step, "epoch": state.epoch})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

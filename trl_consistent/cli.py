@@ -44,9 +44,8 @@ def _add_report(commands: Any) -> None:
     parser.add_argument(
         "--format",
         choices=("html", "png", "json", "md"),
-        default="html",
-        help="html: one page that needs nothing else (default); png: its figures in one picture; json: its data; "
-        "md: a summary to paste into an issue",
+        help="html: one page that needs nothing else; png: its figures in one picture; json: its data; "
+        "md: a summary to paste into an issue. What the suffix of FILE says, else html",
     )
     parser.set_defaults(function=_report)
 

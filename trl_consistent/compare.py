@@ -209,15 +209,15 @@ def in_force(fingerprint: dict[str, Any]) -> tuple[str, Correction] | None:
     stored = fingerprint.get("correction")
     if not stored:
         return None
-    own = {each.name: stored[each.name] for each in dataclasses.fields(Correction) if each.name in stored}
     try:
+        own = {each.name: stored[each.name] for each in dataclasses.fields(Correction) if each.name in stored}
         own["rejections"] = tuple(Rejection(**rule) for rule in own.get("rejections", ()))
         own["trust_regions"] = tuple(TrustRegion(**region) for region in own.get("trust_regions", ()))
         correction = Correction(**own)
     except (TypeError, ValueError) as error:
         logger.warning(f"The correction of the run is not replayed, its record says {stored}: {error}")
         return None
-    for preset in (stored.get("preset"), *PRESETS):
+    for preset in (str(stored.get("preset")), *PRESETS):
         if PRESETS.get(preset) == correction:
             return preset, correction
     return f"{correction.level}_{correction.action}, as set", correction
@@ -328,6 +328,7 @@ class _Batch:
     advantages: Tensor | None
     sizes: list[int]
     loss_type: str
+    longest: int
 
 
 def _batches(groups: list[list[Path]]) -> Iterator[_Batch]:
@@ -340,7 +341,9 @@ def _batches(groups: list[list[Path]]) -> Iterator[_Batch]:
         advantages = record.advantages
         if advantages is not None and advantages.dim() == 1:
             advantages = advantages.unsqueeze(1).expand_as(record.mask)
-        loss_type = (record.fingerprint.get("settings") or {}).get("loss_type", "dapo")  # TRL's default
+        settings = record.fingerprint.get("settings") or {}
+        loss_type = settings.get("loss_type", "dapo")  # TRL's default
+        longest = settings.get("max_completion_length") or record.mask.shape[1]
         yield _Batch(
             record.mismatch_log_ratio,
             record.mask.bool(),
@@ -349,6 +352,7 @@ def _batches(groups: list[list[Path]]) -> Iterator[_Batch]:
             advantages,
             sizes,
             loss_type,
+            longest,
         )
 
 
@@ -387,8 +391,8 @@ def _summed(batch: _Batch, correction: Correction, noise: NoiseEstimate) -> Tens
     truncated = (result.low | result.high) & keep & (weights > 0) & (correction.action == "truncate")
 
     known = torch.full_like(weights, math.nan) if advantages is None else advantages.double()
-    plain = torch.where(mask, known, 0.0) * _per_token(mask, batch.loss_type)
-    scale = _per_token(keep, batch.loss_type)
+    plain = torch.where(mask, known, 0.0) * _per_token(mask, batch.loss_type, batch.longest)
+    scale = _per_token(keep, batch.loss_type, batch.longest)
     if batch.loss_type in TOKEN_COUNT_LOSSES + ROW_COUNT_LOSSES:
         scale = scale * rejection_scale(stats, keep.sum(), batch.loss_type).double()
     gradient = weights * torch.where(keep, known, 0.0) * scale
@@ -411,10 +415,10 @@ def _summed(batch: _Batch, correction: Correction, noise: NoiseEstimate) -> Tens
     return torch.stack([*sums, *extremes], dim=1)[mask.any(1)]
 
 
-def _per_token(mask: Tensor, loss_type: str) -> Tensor:
+def _per_token(mask: Tensor, loss_type: str, longest: int) -> Tensor:
     """What the loss multiplies the term of each token by: 1 over its denominator, 0 outside the mask."""
     term = torch.zeros(mask.shape, dtype=torch.float64, requires_grad=True)
-    loss = aggregated(term, mask, loss_type, items=mask.sum(), longest=mask.shape[1], steps=1.0)
+    loss = aggregated(term, mask, loss_type, items=mask.sum(), longest=longest, steps=1.0)
     return torch.autograd.grad(loss, term)[0]
 
 

@@ -99,6 +99,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _severity(metrics: dict[str, float]) -> tuple[float, float]:
+    return metrics.get("mismatch/nonfinite_count", 0.0), metrics.get("mismatch/k3/mean", 0.0)
+
+
 class Recorder(TrainerCallback):
     """
     Keeps the newest rollout batch at hand, and writes it every `mismatch_record_steps` steps or when asked to.
@@ -127,10 +131,14 @@ class Recorder(TrainerCallback):
         self._reasons: list[str] = []
         self._last_step: int | None = None
         self._unseen: MismatchRecord | None = None
+        self._written: tuple[int, dict[str, float]] | None = None  # step and metrics of another batch than the newest
+        self._is_fresh = True
+        self._is_training = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forgets an earlier training, and keeps its files apart from those of this one, unless it goes on from there."""
         self._forget()
+        self._is_training, self._began_at = True, state.global_step
         if not state.is_world_process_zero or self._failed:
             return  # the others write nothing before the ranks have met
         with self._guarded("The folder for records"):
@@ -142,16 +150,24 @@ class Recorder(TrainerCallback):
                 _compat.text_tokenizer(self._trainer).save_pretrained(partial)
                 os.replace(partial, tokenizer)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Lets go of the last batch."""
+        self._forget()
+
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Adds a line to the run's logs and shows the trackers the worst tokens of a new record, on the main process."""
-        if not state.is_world_process_zero or self._failed:
-            return
+        if not state.is_world_process_zero or self._failed or not self._is_training:
+            return  # an evaluation of its own is no part of the run
         with self._guarded("The log for reports"):
             append_logs(self.folder, state.log_history[-1])
-            if (record := self._unseen) is not None:  # now, because trackers take steps in their order
-                self._unseen = None
+        if (record := self._unseen) is not None:  # now, because trackers take steps in their order
+            self._unseen = None
+            try:
                 tokens = worst_tokens(record, tokenizer=_compat.text_tokenizer(self._trainer))
-                log_worst_tokens(self._trainer.callback_handler.callbacks, tokens, state.global_step)
+            except Exception as error:
+                logger.warning(f"No table of the worst tokens of step {record.step}: {type(error).__name__}: {error}")
+                return
+            log_worst_tokens(self._trainer.callback_handler.callbacks, tokens, state.global_step)
 
     def add(
         self, batch: dict[str, Any], old: Tensor, sampling: Tensor, mask: Tensor, result: CorrectionResult | None
@@ -183,6 +199,11 @@ class Recorder(TrainerCallback):
             )
         )
 
+    def weigh(self, weights: Tensor) -> None:
+        """Says what the loss will multiply what was added last by, where that is more than the correction's weights."""
+        if self._parts and self._parts[-1].weights is not None:
+            self._parts[-1].weights = weights
+
     def complete(self, stats: dict[str, Stat]) -> None:
         """Says that what was added is a whole rollout batch, with these statistics of all ranks; writes it if it is time."""
         if not self._parts or self._failed:
@@ -194,20 +215,30 @@ class Recorder(TrainerCallback):
             self.write("periodic")
 
     def write(self, reason: str) -> None:
-        """Writes the newest rollout batch, once more if it already is, with one more reason."""
+        """Writes the newest rollout batch; once more, with one more reason, if it already is. Of several batches of a step,
+        the file holds the worst."""
         if not self._newest:
             return
-        self._reasons.append(reason)
         with self._guarded("The record of a rollout batch"):
+            if self._is_fresh:  # of a run that goes on from an earlier step, or had another disk here
+                self._store.forget(self._began_at, self._trainer.accelerator.num_processes)
+                self._is_fresh = False
+            step, metrics = self._newest[0].step, finalize(self._stats)
+            if not self._reasons and self._written is not None and self._written[0] == step:
+                if _severity(self._written[1]) > _severity(metrics):
+                    return
+            self._reasons.append(reason)
             record = dataclasses.replace(
                 merge_ranks(self._newest),
                 rank=self._store.rank,
                 reason="; ".join(self._reasons),
-                metrics=finalize(self._stats),
+                metrics=metrics,
                 fingerprint=self._fingerprint,
             )
             self._store.write(record)
-            self._unseen = record
+            self._written = step, metrics
+            if self._trainer.accelerator.is_main_process:
+                self._unseen = record
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

@@ -78,7 +78,8 @@ class MismatchRecord:
     advantages: Tensor | None = None
     """`(B,)` or `(B, T)` float32, before any correction is folded into them."""
     weights: Tensor | None = None
-    """`(B, T)` float32, what the correction in force multiplies the loss by; `None` without a correction."""
+    """`(B, T)` float32, what the loss multiplies the policy term by; `None` without a correction. Where old log-probs are
+    recomputed, trust regions come later and are not in it."""
     keep_mask: Tensor | None = None
     """`(B, T)` bool, `mask` after rejections; `None` without a correction."""
     step: int = 0
@@ -195,7 +196,15 @@ _DTYPES = {
 }
 
 
-_HEADER = {"step", "rank", "reason", "completions", "tokens", "metrics", "fingerprint"}
+_HEADER: dict[str, Any] = {
+    "step": int,
+    "rank": int | None,
+    "reason": str,
+    "completions": int,
+    "tokens": int,
+    "metrics": dict,
+    "fingerprint": dict,
+}
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
@@ -215,7 +224,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
     try:
         header = json.loads(line)
         newer = header["format"] > FORMAT
-        lacking = _HEADER - header.keys()
+        lacking = _HEADER.keys() - header.keys()
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is no record of a mismatch: its header says {line[:80]!r}.") from None
     if newer:
@@ -225,6 +234,14 @@ def read_header(path: str | Path) -> dict[str, Any]:
         )
     if lacking:
         raise ValueError(f"{path} is no whole record: its header lacks {', '.join(sorted(lacking))}.")
+    for name, kind in _HEADER.items():
+        if not isinstance(header[name], kind) or isinstance(header[name], bool):
+            raise ValueError(
+                f"{path} is no record of a mismatch: its header has {str(header[name])[:80]!r} as {name}."
+            )
+    numbers = {"step": header["step"], "completions": header["completions"], **header["metrics"]}
+    if any(not isinstance(value, int | float) for value in numbers.values()) or header["step"] < 0:
+        raise ValueError(f"{path} is no record of a mismatch: its header has numbers that are none.")
     return header
 
 
@@ -329,8 +346,18 @@ class RecordStore:
         record = dataclasses.replace(self._cut(record), rank=self.rank)
         path = self.folder / f"step-{record.step:08}-rank-{self.rank:05}.safetensors"
         record.save(path)
-        self._evict()
+        self._evict(keep=path)
         return path
+
+    def forget(self, after: int, ranks: int) -> None:
+        """Removes the records of this rank beyond step `after`, of a run that goes on from there or begins anew, and those of
+        ranks that there are no more. Rank 0 does the latter."""
+        for file in self.folder.glob("step-*-rank-*.safetensors"):
+            if (name := _NAME.fullmatch(file.name)) is None:
+                continue
+            step, rank = map(int, name.groups())
+            if step > after and (rank == self.rank or (self.rank == 0 and rank >= ranks)):
+                file.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"step-*-rank-{self.rank:05}.safetensors"))
@@ -342,7 +369,7 @@ class RecordStore:
         number = max(1, len(worst) * self.max_bytes // record.nbytes)
         return record.rows(worst.topk(number).indices.sort().values)._with({"cut_from": len(worst)})
 
-    def _evict(self) -> None:
+    def _evict(self, keep: Path) -> None:
         """Removes the least bad of the older half until both limits hold, and what killed runs left half written."""
         for partial in self.folder.glob(f"step-*-rank-{self.rank:05}.safetensors.partial"):
             partial.unlink(missing_ok=True)
@@ -350,7 +377,7 @@ class RecordStore:
         sizes = {file: file.stat().st_size for file in files}
         while len(files) > 1 and (len(files) > self.max_count or sum(sizes[file] for file in files) > self.max_bytes):
             older = files[: len(files) - len(files) // 2]
-            least = min(older, key=_severity)
+            least = min((file for file in older if file != keep), key=_severity)
             least.unlink(missing_ok=True)
             files.remove(least)
 
@@ -362,9 +389,10 @@ def _severity(file: Path) -> float:
 
 
 def set_aside(folder: str | Path) -> None:
-    """Renames the `mismatch` folder of an earlier run to `mismatch.old`, and removes what was there before it."""
+    """Renames the `mismatch` folder of an earlier run to `mismatch.old`, and removes what was there before it. A run that
+    left neither records nor logs is not worth it."""
     folder = Path(folder)
-    if folder.is_dir():
+    if (folder / LOGS).exists() or any(folder.glob(f"{RECORDS}/step-*.safetensors")):
         earlier = folder.with_name(f"{folder.name}.old")
         shutil.rmtree(earlier, ignore_errors=True)
         folder.replace(earlier)
@@ -376,8 +404,12 @@ def append_logs(folder: str | Path, logs: dict[str, Any]) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps(logs, default=float) + "\n"
-    with (folder / LOGS).open("a") as file:
-        file.write(line)
+    with (folder / LOGS).open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a killed run left half a line
+                line = "\n" + line
+        file.write(line.encode())
 
 
 def read_logs(folder: str | Path) -> list[dict[str, Any]]:
@@ -404,21 +436,30 @@ def run_logs(run: str | Path, problems: list[str] | None = None) -> list[dict[st
         problems (`list[str]`, *optional*): Gets a sentence for each file that cannot be read; they are warnings without it.
     """
     run = Path(run)
-    farthest: dict[str, Any] = {}
+    states: list[tuple[int, dict[int, dict[str, Any]]]] = []
     for file in [run / STATE, *run.glob(f"checkpoint-*/{STATE}")]:
         if not file.is_file():
             continue
         try:
             state = json.loads(file.read_text())
-            history, step = list(state["log_history"]), state.get("global_step", 0)
-            if step > farthest.get("global_step", -1):
-                farthest = {"global_step": step, "log_history": history}
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            states.append((state.get("global_step", 0), _by_step(list(state["log_history"]))))
+        except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
             problem = f"{file.relative_to(run)} cannot be read: {type(error).__name__}: {error}."
             logger.warning(problem) if problems is None else problems.append(problem)
-    saved, live = _by_step(farthest.get("log_history", [])), _by_step(read_logs(run / FOLDER))
-    found = {step: {**saved.get(step, {}), **live.get(step, {})} for step in saved.keys() | live.keys()}
+    live = _by_step(read_logs(run / FOLDER))
+    if live:  # an earlier run may have left states here: only what came before, of one that agrees, is of this run
+        states = [
+            (step, {at: saved[at] for at in saved if at < min(live)}) for step, saved in states if _agree(saved, live)
+        ]
+    saved = max(states, key=lambda state: state[0])[1] if states else {}
+    found = {**saved, **live}
     return [found[step] for step in sorted(found)]
+
+
+def _agree(saved: dict[int, dict[str, Any]], live: dict[int, dict[str, Any]]) -> bool:
+    """Whether two logs are of one run: they have a step in common, and say the same of it."""
+    common = saved.keys() & live.keys()
+    return bool(common) and all(live[step].get(key) == value for step in common for key, value in saved[step].items())
 
 
 def _by_step(entries: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -517,8 +558,9 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer beside the records at `path` (as of [`record_files`]); `None`, with a warning, if there is none that
     loads. Code that comes with it is not run: records travel."""
-    folder = record_files(path)[0].parent.parent / TOKENIZER
-    if not folder.is_dir():
+    records = record_files(path)[0].parent
+    folder = records.parent / TOKENIZER
+    if records.name != RECORDS or not folder.is_dir():
         logger.warning(f"No tokenizer in {folder}: tokens are shown as ids.")
         return None
     from transformers import AutoTokenizer

@@ -99,13 +99,18 @@ def _print_rich(table: Table, console: Any) -> None:
 
 def _markdown(table: Table) -> str:
     def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
 
     parts = [f"**{_text(table.title)}**"]
     if table.rows:
         header = [line(table.columns), "|" + "---|" * len(table.columns)]
         parts.append("\n".join([*header, *(line(map(_text, row)) for row in table.rows)]))
-    return "\n\n".join([*parts, *table.notes])
+    return "\n\n".join([*parts, *(_escaped(_text(note)) for note in table.notes)])
+
+
+def _escaped(text: str) -> str:
+    """Text of which Markdown makes no column, link, picture, mention or tag."""
+    return "".join(f"&#{ord(c)};" if c in "|<[]@" else c for c in text)
 
 
 def judged(key: str, value: float | None) -> Any:

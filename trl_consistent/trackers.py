@@ -45,10 +45,12 @@ def log_worst_tokens(callbacks: Iterable[Any], tokens: list[TokenGap], step: int
 def _send(callbacks: Iterable[Any], values: dict[str, Any], step: int) -> None:
     named = _compat.as_transformers_logs(values)
     for callback in callbacks if named else ():
-        tracker = _compat.tracker_of(callback)
-        if tracker is None or callback in _failed:
+        if callback in _failed:
             continue
         try:
+            tracker = _compat.tracker_of(callback)
+            if tracker is None:
+                continue
             if tracker.writer is not None:
                 _to_tensorboard(tracker.writer, named, step)
             else:

@@ -321,7 +321,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             return output  # nothing to compare, or compared between the training forward and the loss
         mask = self._loss_mask(output)
         if self._correction is None:
-            self._record(self._mismatch(output, old, sampling, mask))
+            self._complete(self._record(self._mismatch(output, old, sampling, mask)))
             self._hide_captured(output)
             return output
         result, stats = self._measure(output, old, sampling, mask)
@@ -329,7 +329,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if not self._replaces_ratio:  # what counts is the ratio TRL will use
             weights = output["importance_sampling_ratio"].expand_as(result.weights)
             result = replace(result, weights=torch.where(result.keep_mask, weights, 1.0))
-            self._record(stats | correction_metrics(mask, result, correction.action))
+            self._complete(self._record(stats | correction_metrics(mask, result, correction.action)), result.weights)
             return output
         stats, weights = self._record(stats), result.weights
         if correction.normalize != "none":
@@ -342,7 +342,15 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 output["advantages"] = self._advantages_without(mask.any(1) & ~result.keep_mask.any(1), rewards)
         output.pop("importance_sampling_ratio", None)
         self._weight(output, weights)
+        self._complete(stats, weights)
         return output
+
+    def _complete(self, stats: dict[str, Stat], weights: Tensor | None = None) -> None:
+        """Has a rollout batch of the training recorded, with the weights its loss will see."""
+        if self._recorder is not None and self.model.training:
+            if weights is not None:
+                self._recorder.weigh(weights)
+            self._recorder.complete(stats)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -397,7 +405,14 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # What an interrupted run may have left.
         self._micro_batches, self._late_losses, self._late_scale, self._in_loss = (), (), None, None
-        reports = [c for c in self.callback_handler.callbacks if isinstance(c, MismatchReportCallback)]
+        callbacks = self.callback_handler.callbacks
+        if self._recorder is None and any(
+            isinstance(c, MismatchAlertCallback) and "record" in c.actions for c in callbacks
+        ):
+            logger.warning(
+                "With `mismatch_record_steps=0`, alerts record nothing: leave 'record' out of their `actions`."
+            )
+        reports = [c for c in callbacks if isinstance(c, MismatchReportCallback)]
         for callback in reports:
             callback.keeps_logs = self._recorder is None
         try:
@@ -488,6 +503,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             stats, self._micro_batches = merge(self._micro_batches), ()
         if stats:
             stats = self._record(stats)
+            self._complete(stats)
         if rejects:
             self._follow_rejections(batch, stats)
 
@@ -495,7 +511,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         self, batch: dict[str, Any], logps: Tensor, sampling: Tensor, mask: Tensor
     ) -> dict[str, Stat]:
         """What `_generate_and_score_completions` left to the loss: the whole correction, or the trust regions."""
-        correction, stats = self._correction, dict[str, Stat]()
+        correction, stats, weights = self._correction, dict[str, Stat](), None
         if "old_per_token_logps" not in batch:
             # After the first update on a rollout batch (bypass only), the gap is staleness as well, and not measured.
             use = self._step % (self.args.steps_per_generation * self.num_iterations)
@@ -519,6 +535,9 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 passes = passes & trust_region_mask(logps, sampling, advantages, mask, region)
             stats |= trust_region_metrics(mask, passes)
             self._weight(batch, passes.to(logps.dtype))
+            weights = None if weights is None else weights * passes
+        if weights is not None and self._recorder is not None:
+            self._recorder.weigh(weights)
         return stats
 
     def _hide_captured(self, batch: dict[str, Any]) -> None:
@@ -662,8 +681,6 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 else:
                     self._check_noise()
             stats = {key: stat for key, stat in stats.items() if key != "noise"}
-        if self._recorder is not None and mode == "train":
-            self._recorder.complete(stats)
         before = self._window.get(mode)
         self._window = {**self._window, mode: stats if before is None else merge([before, stats])}
         return stats

@@ -397,7 +397,8 @@ def _verdict(run: Run) -> Verdict:
     closed: list[tuple[AlertEvent, AlertEvent]] = []
     for event in run.events:
         if event.severity == "recovered":
-            closed.append((episodes.pop(event.key)[0], event))
+            if opened := episodes.pop(event.key, None):  # none where the metric was logged by another name
+                closed.append((opened[0], event))
         else:
             episodes.setdefault(event.key, []).append(event)
     severity: Literal["critical", "warning"]

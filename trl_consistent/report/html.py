@@ -129,8 +129,9 @@ def _key(text: str) -> Markup:
 
 
 def one_line(text: str) -> str:
-    """Text with its line breaks shown, so that it keeps to one line."""
-    return text.replace("\r", "").replace("\n", "⏎")
+    """Text on one line: line breaks shown, and what has no glyph (and might move a cursor) as an escape."""
+    text = text.replace("\r", "").replace("\n", "⏎")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def about(run: Run) -> list[str]:

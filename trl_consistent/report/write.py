@@ -13,13 +13,14 @@ from .data import Run, healthy_range, load_run, number, table
 from .html import about, correction_in_words, one_line, render_html, settings
 
 
-def write_report(path: str | Path, output: str | Path | None = None, format: str = "html") -> list[Path]:
+def write_report(path: str | Path, output: str | Path | None = None, format: str | None = None) -> list[Path]:
     """Writes the report of a run, whole or not at all.
 
     Args:
         path (`str` or `Path`): As of [`load_run`].
         output (`str` or `Path`, *optional*): The file; `report.<format>` in the run's folder if left out.
-        format (`str`, *optional*, defaults to `"html"`):
+        format (`str`, *optional*):
+            What the suffix of `output` says if left out, else `"html"`.
             `"html"`: the page; `"png"`: its figures in one picture; `"json"`: curves, verdict, alerts, metrics of each
             record, worst tokens, fingerprint; `"md"`: a summary.
 
@@ -30,6 +31,9 @@ def write_report(path: str | Path, output: str | Path | None = None, format: str
         `FileNotFoundError`: nothing of a run is at `path`. `ValueError`: no such format. `ImportError`: `"png"` without
         matplotlib.
     """
+    if format is None:
+        suffix = Path(output or "").suffix.removeprefix(".")
+        format = suffix if suffix in FORMATS else "html"
     if format not in FORMATS:
         raise ValueError(f"`format` is {format!r}; choose one of {', '.join(FORMATS)}.")
     run = load_run(path)
@@ -138,12 +142,12 @@ def _md_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 def _plain(text: str) -> str:
     """Text that Markdown and HTML leave alone, but for code in backticks."""
-    return one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    return "".join(f"&#{ord(c)};" if c in "&<|[]@!" else c for c in one_line(text))
 
 
 def _code(text: str) -> str:
     """Code, whatever is in it."""
-    text = one_line(text).replace("|", "\\|")
+    text = one_line(text).replace("\\|", "\\ |").replace("|", "\\|")
     fence = "`"
     while fence in text:
         fence += "`"
