@@ -146,6 +146,26 @@ def _answer(function: Callable[[argparse.Namespace], None], arguments: argparse.
     return 0
 
 
+def _watch(arguments: argparse.Namespace) -> None:
+    from .report.watch import watch
+
+    watch(arguments.run_dir, arguments.host, arguments.port)
+
+
+def _add_watch(commands: Any) -> None:
+    parser = commands.add_parser(
+        "watch",
+        help="the report of a run that is going on, as a page that renews itself",
+        description="Serves the report of a run on this machine and renews it as logs and records arrive, until Ctrl-C.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run's output folder; it may not be there yet")
+    parser.add_argument("--port", type=int, default=8642, help="0 is any that is free (default: %(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
+    )
+    parser.set_defaults(function=_watch)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `trl-consistent` command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -164,6 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     _add_report(commands)
     _add_records(commands)
     _add_compare(commands)
+    _add_watch(commands)
     arguments = parser.parse_args(argv)
     return _answer(arguments.function, arguments)
 

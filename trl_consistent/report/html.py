@@ -26,20 +26,51 @@ _EVENTS = 40  # alerts that are listed
 _LEVELS = (0.05, 0.3, 1.0)  # |d| at which a token's color begins and deepens
 _TEXT = 600  # characters of a setting
 _LIVE = """
-let seen;
-setInterval(async () => {
+const say = (text) => { document.getElementById("live").textContent = text; };
+const gone = "not live: the server does not answer";
+let told = null, shown = document.querySelector("main").outerHTML;
+const news = new EventSource("events");
+news.onopen = () => say("live");
+news.onerror = () => say(gone);
+news.onmessage = async ({data}) => {
+  if (data === told) return;
+  told = data;
   try {
-    const text = await (await fetch(location.href, {cache: "no-store"})).text();
-    const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-    const main = document.querySelector("main");
-    document.getElementById("live").textContent = "live";
-    if (!next || text === seen) return;
-    seen = text;
-    const open = [...main.querySelectorAll("details")].map((each) => each.open);
-    next.querySelectorAll("details").forEach((each, index) => { each.open = open[index] ?? each.open; });
+    const text = await (await fetch("./", {cache: "no-store"})).text();
+    if (data !== told) return;
+    const page = new DOMParser().parseFromString(text, "text/html"), next = page.querySelector("main");
+    if (next.outerHTML === shown) return;
+    shown = next.outerHTML;
+    const main = document.querySelector("main"), place = [scrollX, scrollY], section = (each) => each.closest("section").id;
+    const open = new Map([...main.querySelectorAll("details")].map((each) => [section(each), each.open]));
+    next.querySelectorAll("details").forEach((each) => { each.open = open.get(section(each)) ?? each.open; });
     main.replaceWith(next);
-  } catch { document.getElementById("live").textContent = "not live: the server does not answer"; }
-}, 5000);
+    document.title = page.title;
+    scrollTo(...place);
+  } catch { told = null; say(gone); }
+};
+"""
+_NOTICE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{{ policy }}">
+<meta name="color-scheme" content="light dark">
+<title>{{ name }} · training-inference mismatch</title>
+<style>
+main { max-width: 85ch; margin: 0 auto; padding: 24px 20px; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+</style>
+</head>
+<body>
+<main>
+  <h1>{{ title }}</h1>
+  <p>{{ sentence }}</p>
+  <p>{{ name }} · <span id="live">live</span></p>
+</main>
+<script>{{ script }}</script>
+</body>
+</html>
 """
 
 _LEADS = {
@@ -57,7 +88,7 @@ def render_html(run: Run, live: bool = False) -> str:
     Args:
         run ([`Run`]): From [`load_run`].
         live (`bool`, *optional*, defaults to `False`):
-            Whether a server renders it anew at each request: then it looks for news every 5 seconds.
+            Whether `watch.py` serves it: then it renews itself when told to, and offers the records.
     """
     drawn = figures.available()
     sections: dict[str, list[tuple[figures.Plot, Markup]]] = {}
@@ -66,16 +97,13 @@ def render_html(run: Run, live: bool = False) -> str:
             sections.setdefault(plot.section, []).append((plot, Markup(figures.svg(plot))))
     correction = run.fingerprint.get("correction") or {}
     bounds = figures.sequence_bounds(correction)[1]
-    script = _LIVE if live else ""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     leads = {**_LEADS, "sequences": f"{_LEADS['sequences']} {bounds}"}
     completions, tokens = worst_completions(run), run.worst_tokens()
     page = _environment().get_template("template.html").render(
         run=run,
         live=live,
-        script=Markup(script),
-        policy=policy + (f"; connect-src 'self'; script-src 'sha256-{digest}'" if live else ""),
+        script=Markup(_LIVE),
+        policy=_policy(live),
         light=figures.LIGHT,
         dark=figures.DARK,
         drawn=drawn,
@@ -96,6 +124,19 @@ def render_html(run: Run, live: bool = False) -> str:
         version=__version__,
     )  # fmt: skip
     return page
+
+
+def render_notice(name: str, title: str, sentence: str) -> str:
+    """A live page of a run that cannot be shown: it is replaced as soon as there is a report."""
+    page = Environment(autoescape=True).from_string(_NOTICE)
+    return page.render(name=name, title=title, sentence=sentence, script=Markup(_LIVE), policy=_policy(live=True))
+
+
+def _policy(live: bool) -> str:
+    """What the browser lets the page do."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    digest = base64.b64encode(hashlib.sha256(_LIVE.encode()).digest()).decode()
+    return policy + (f"; connect-src 'self'; script-src 'sha256-{digest}'" if live else "")
 
 
 def _environment() -> Environment:
