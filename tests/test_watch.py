@@ -87,7 +87,16 @@ def news(server):
     client.request("GET", "/events")
     answer = client.getresponse()
     assert answer.getheader("Content-Type") == "text/event-stream"
-    return client, (line.removeprefix(b"data: ").strip() for line in answer if line.startswith(b"data: "))
+
+    def told():
+        quiet = 0
+        for line in answer:
+            quiet = 0 if line.startswith(b"data: ") else quiet + 1
+            assert quiet < 1000, "signs of life, but no news"
+            if not quiet:
+                yield line.removeprefix(b"data: ").strip()
+
+    return client, told()
 
 
 # The page
