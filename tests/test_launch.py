@@ -86,8 +86,8 @@ def test_two_ranks_reduce_sums_and_counts_in_one_collective(tiny_model, tmp_path
     share = cpu_variables(2)["OMP_NUM_THREADS"]
     assert [(rank["omp"], str(rank["threads"])) for rank in ranks] == [(share, share)] * 2
     steps = [log for log in ranks[0]["logs"] if "loss" in log]
-    assert len(steps) == len(ranks[0]["seen"]) == 2
-    for log, first, second in zip(steps, *(rank["seen"] for rank in ranks), strict=True):
+    assert [len(rank["seen"]) for rank in ranks] == [3, 3] and len(steps) == 3, "both stop after the third step"
+    for log, first, second in zip(steps[:2], *(rank["seen"][:2] for rank in ranks), strict=True):
         assert first["collectives"] == second["collectives"] == 1
         assert first["merged"] == second["merged"]
         a, b = first["local"], second["local"]
@@ -102,8 +102,11 @@ def test_two_ranks_reduce_sums_and_counts_in_one_collective(tiny_model, tmp_path
         of_means = (first["local_metrics"]["mismatch/k3/mean"] + second["local_metrics"]["mismatch/k3/mean"]) / 2
         assert log["mismatch/k3/mean"] != pytest.approx(of_means, rel=1e-3)
     names = [file.name for file in record_files(tmp_path)]
-    assert names == [f"step-{step:08}-rank-{rank:05}.safetensors" for step in (1, 2) for rank in (0, 1)]
-    for record, log in zip(read_records(tmp_path), steps, strict=True):
+    assert names == [f"step-{step:08}-rank-{rank:05}.safetensors" for step in (1, 2, 3) for rank in (0, 1)]
+    *periodic, alerted = read_records(tmp_path)
+    assert "critical mismatch/nonfinite_count" in alerted.reason
+    assert alerted.mismatch_log_ratio.isinf().nonzero().tolist() == [[4, 0]], "the first completion of rank 1"
+    for record, log in zip(periodic, steps[:2], strict=True):
         assert len(record.mask) == 8 and record.own_metrics()["mismatch/k3/mean"] == pytest.approx(
             log["mismatch/k3/mean"], rel=1e-4
         )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launched on two ranks by test_launch.py: trains two steps with a real vLLM per rank and writes what each rank saw."""
+"""Launched on two ranks by test_launch.py: trains with a real vLLM per rank and writes what each rank saw. In the third of
+four steps the engine of rank 1 calls a token impossible, which ends the training of both."""
 
 import json
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from trl import GRPOConfig, GRPOTrainer  # ours, swapped in by trl_consistent.run
 
-from trl_consistent import finalize
+from trl_consistent import MismatchAlertCallback, finalize
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -19,11 +20,11 @@ from tests.tiny import dataset, letters_reward
 model, output = sys.argv[1:3]
 assert GRPOTrainer.__name__ == "ConsistentGRPOTrainer"
 args = GRPOConfig(
-    output, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=8, learning_rate=1e-2,
+    output, max_steps=4, per_device_train_batch_size=4, num_generations=4, max_completion_length=8, learning_rate=1e-2,
     logging_steps=1, use_vllm=True, vllm_max_model_length=64, vllm_gpu_memory_utilization=0.1, bf16=False,
     report_to="tensorboard", save_strategy="no", correction="tis_two_sided", correction_normalize="token",
     rollout_engine_kwargs={"dtype": "bfloat16"}, activation_checkpointing=False,
-    mismatch_record_steps=1,
+    mismatch_record_steps=2,
 )  # fmt: skip
 
 
@@ -60,10 +61,13 @@ def uneven(*a, **k):
         cut = [1 + row % 4 for row in range(len(completions))]
         completions = [c[:n] for c, n in zip(completions, cut, strict=True)]
         logprobs = [c[:n] for c, n in zip(logprobs, cut, strict=True)]
+        if trainer.state.global_step == 2:
+            logprobs[0][0] = [float("-inf")]
     return prompts, completions, logprobs, ids
 
 
 trainer.vllm_generation.generate = uneven
+trainer.add_callback(MismatchAlertCallback(["record", "stop"]))
 trainer.train()
 report = {
     "world": trainer.accelerator.num_processes,
