@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import trl_consistent
+from trl_consistent.records import RecordStore
+
+from .recorded import record
 
 
 ROOT = Path(__file__).parent.parent
@@ -66,9 +69,13 @@ def test_readme_metric_table_is_the_catalogue():
     assert preset_table() in readme, "run `python scripts/tables.py` and paste"
 
 
-def test_readme_python_blocks_run_or_parse():
+def test_readme_python_blocks_run_or_parse(tmp_path, monkeypatch):
+    RecordStore(tmp_path / "output" / "mismatch" / "records", 9, 10**9).write(
+        record(gap=0.5)
+    )  # what one of them reads
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     for block in blocks:
         compile(block, "README.md", "exec")
         if "trainer.train()" not in block:
