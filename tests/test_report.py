@@ -21,6 +21,7 @@ from trl_consistent.report import write as write_module
 from trl_consistent.report.data import Curve, healthy_range, number, worst_completions
 from trl_consistent.report.figures import sequence_bounds
 
+from .processes import fresh_environment
 from .training import build, synthetic_engine
 
 
@@ -779,7 +780,7 @@ with training.synthetic_engine():
 
 def test_a_training_that_fails_leaves_its_report_and_its_exception(tiny_model, tmp_path):
     command = [sys.executable, "-c", FAILS, tiny_model, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=fresh_environment())
     assert done.returncode == 1 and "KeyError: 'from the reward'" in done.stderr
     soup = BeautifulSoup((tmp_path / "GRPOTrainer" / "report.html").read_text(), "html.parser")
     assert soup.find("svg") and "sampling/sampling_logp_difference/mean" in soup.find(id="metric-table").text
