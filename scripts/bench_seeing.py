@@ -8,7 +8,6 @@ neighboring steps, the median is printed. So is the time inside metrics, records
 everything off: it is far below what a step varies by. The panel draws to a terminal that nobody looks at.
 """
 
-import argparse
 import contextlib
 import os
 import pty
@@ -81,20 +80,15 @@ def switched(trainer, seeing):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each kind (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="completions in a micro-batch (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=32, help="length of a completion (default: %(default)s)")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches in a step (default: %(default)s)")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="TRL's default; costs another forward")
-    arguments = parser.parse_args()
+    from scripts.bench_step import build, random_generation, step_parser
+
+    arguments = step_parser(__doc__, rounds=15).parse_args()
     for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("ACCELERATE_USE_CPU", "true")):
         os.environ.setdefault(name, value)
 
     from transformers.integrations import TensorBoardCallback
     from transformers.utils import logging
 
-    from scripts.bench_step import build, random_generation
     from trl_consistent import MismatchAlertCallback, MismatchPanelCallback
 
     logging.set_verbosity_error()

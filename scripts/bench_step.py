@@ -169,13 +169,19 @@ def measure_memory(arguments: argparse.Namespace, kind: str) -> None:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12, help="steps of each trainer (default: %(default)s)")
+def step_parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """What a step is made of."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="completions in a micro-batch (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32, help="length of a completion (default: %(default)s)")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches in a step (default: %(default)s)")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="TRL's default; costs another forward")
+    return parser
+
+
+def main() -> None:
+    parser = step_parser(__doc__, rounds=12)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker in SIDES:

@@ -381,6 +381,7 @@ def test_records_that_are_not_there_are_an_error(tmp_path, capsys):
 def finished(folder, dtype, k3s, steps=(50,), state=True):
     fingerprint = {"model": "m", "engine": {"kind": "vllm", "dtype": dtype}, "versions": {"trl": "1.16.0"}}
     fingerprint["settings"] = {"loss_type": "dapo", "output_dir": str(folder)}
+    fingerprint["weights"] = {"step": 0, "fingerprint": folder.name}
     fingerprint["audit"] = [{"code": "E7", "found": "half precision"}] if dtype == "float16" else []
     metrics = {"mismatch/k3/mean": k3s[-1], "mismatch/abs_diff/mean": 0.01, "mismatch/ess/token": 0.99}
     for step in steps:

@@ -29,6 +29,7 @@ from trl_consistent.records import (
     read_header,
     read_logs,
     read_records,
+    readable,
     record_files,
     run_logs,
     set_aside,
@@ -261,6 +262,13 @@ def test_records_beyond_the_step_a_run_goes_on_from_are_forgotten(tmp_path):
     )]  # fmt: skip
 
 
+def test_an_infinite_ratio_is_worse_than_any_k3(tmp_path):
+    store = RecordStore(tmp_path, 2, 10**9)
+    for step, metrics in enumerate([{"mismatch/nonfinite_count": 1.0}, {"mismatch/k3/mean": 9.0}, {}, {}], start=1):
+        store.write(record(step, metrics={"mismatch/k3/mean": 0.1, **metrics}))
+    assert steps_in(tmp_path) == [1, 4]
+
+
 def test_the_newest_alone_is_kept_with_a_limit_of_one(tmp_path):
     store = RecordStore(tmp_path, 1, 10**9)
     for step, gap in ((1, 2.0), (2, 0.0)):
@@ -406,6 +414,24 @@ def test_the_worst_tokens_come_in_context_with_both_probabilities(tokenizer):
     assert (worst[0].before, worst[0].token, worst[0].after) == tuple(tokenizer.decode([i]) for i in ids[0])
 
 
+def test_a_token_that_was_rejected_has_weight_0():
+    keep = torch.tensor([[True, True, True], [False, False, False]])
+    sampling = torch.tensor([[-1.5, -1.0, -1.0], [-2.0, -1.0, -1.0]])
+    worst = worst_tokens(record(sampling_per_token_logps=sampling, weights=torch.ones(2, 3), keep_mask=keep), count=2)
+    assert [(w.completion, w.weight) for w in worst] == [(1, 0.0), (0, 1.0)]
+
+
+def test_a_record_that_a_run_removes_while_it_is_looked_at_is_no_problem(tmp_path, caplog):
+    store = RecordStore(tmp_path, 9, 10**9)
+    paths = [store.write(record(step)) for step in (1, 2)]
+
+    def read(path):
+        paths[0].unlink(missing_ok=True)
+        return read_header(path)
+
+    assert [header["step"] for _, header in readable(paths, read)] == [2] and not caplog.records
+
+
 def test_unscored_tokens_are_not_the_worst_and_infinite_ones_are():
     sampling = torch.tensor([[float("nan"), float("-inf"), -1.25], [float("nan")] * 3])
     worst = worst_tokens(record(sampling_per_token_logps=sampling))
@@ -480,6 +506,7 @@ def test_the_fingerprint_says_what_the_run_is_made_of(tiny_model, tmp_path):
     correction = made_of["correction"]
     assert (correction["preset"], correction["level"], correction["upper"]) == ("seq_mis", "sequence", 3.0)
     assert made_of["old_logprobs"] == "reuse" and made_of["settings"]["learning_rate"] == 0.01
+    assert made_of["weights"] == {"step": 0, "fingerprint": None}, "the synthetic engine has no weights of its own"
     assert made_of["versions"]["torch"] == torch.__version__
     assert "reshaped-sampling" in [finding["code"] for finding in made_of["audit"]]
 

@@ -139,7 +139,7 @@ def test_names_of_logs_are_escaped_everywhere(tmp_path):
 )
 def test_the_suffix_of_the_file_says_the_format(tmp_path, name, start):
     write_logs(tmp_path, mismatch__k3__mean=HEALTHY)
-    (path,) = write_report(tmp_path, tmp_path / name)
+    path = write_report(tmp_path, tmp_path / name)
     assert path.read_bytes().startswith(start)
 
 
@@ -568,7 +568,7 @@ def test_a_large_run_makes_a_page_below_3_megabytes(tmp_path, tokenizer, monkeyp
         each = record(old.tolist(), sampling.tolist(), step=step, weights=sampling / old, metrics={K3: 1 / step})
         each.completion_ids = torch.randint(3, 60, old.shape, generator=generator)
         write_records(tmp_path, each, tokenizer=tokenizer)
-    (path,) = write_report(tmp_path)
+    path = write_report(tmp_path)
     assert path.stat().st_size < 3_000_000
     soup = BeautifulSoup(path.read_text(), "html.parser")
     assert len(soup.find(id="curve-mismatch-k3-mean--curve").path["d"]) < 25_000
@@ -668,16 +668,16 @@ def test_without_matplotlib_there_are_numbers(told, no_matplotlib):
 
 
 def test_a_report_is_written_beside_the_run_or_where_asked(told, tmp_path):
-    assert write_report(told) == [told / "report.html"]
+    assert write_report(told) == told / "report.html"
     elsewhere = tmp_path / "new" / "page.html"
-    assert write_report(told, elsewhere) == [elsewhere] and elsewhere.read_text().startswith("<!doctype html>")
+    assert write_report(told, elsewhere) == elsewhere and elsewhere.read_text().startswith("<!doctype html>")
     (file,) = (told / "mismatch" / "records").iterdir()
-    assert write_report(file, format="md") == [file.parent / "report.md"]
+    assert write_report(file, format="md") == file.parent / "report.md"
 
 
 def test_json_is_the_data(told):
     write_logs(told, mismatch__k3__mean=[*HEALTHY, math.inf])
-    (path,) = write_report(told, format="json")
+    path = write_report(told, format="json")
     data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert data["curves"][K3]["values"] == [*HEALTHY, "Infinity"] and data["curves"][K3]["steps"] == list(range(1, 62))
     assert data["verdict"]["level"] == "healthy" and data["fingerprint"]["model"] == "tiny"
@@ -689,7 +689,7 @@ def test_md_is_a_summary_that_breaks_no_table(told):
     mark = {"settings": {"a|b": "x|`y`"}, "audit": [{"code": "A1", "found": "a|b <b>", "cost": "", "remedy": "c"}]}
     write_records(told, record([[0.5, 0.5]], [[0.4, 0.4]], step=20, fingerprint=mark))
     write_logs(told, mismatch__k3__mean=HEALTHY)
-    text = write_report(told, format="md")[0].read_text()
+    text = write_report(told, format="md").read_text()
     assert (
         text.startswith(f"### {told.name}: healthy\n") and f"| `{K3}` | 2e-4 | 2.02e-4 | 2.02e-4 | ≤ 0.001 |" in text
     )
@@ -701,7 +701,7 @@ def test_md_is_a_summary_that_breaks_no_table(told):
 def test_png_is_one_picture(told):
     from PIL import Image
 
-    (path,) = write_report(write_logs(told, mismatch__k3__mean=HEALTHY), format="png")
+    path = write_report(write_logs(told, mismatch__k3__mean=HEALTHY), format="png")
     with Image.open(path) as picture:
         assert picture.format == "PNG" and picture.width == 1920  # 12 inches at 160 dots each
 

@@ -95,6 +95,20 @@ def test_tensorboard_gets_numbers_histograms_and_a_table_at_the_same_steps(tiny_
     assert text.step == 2
 
 
+def test_without_a_tracker_no_histogram_and_no_table_is_made(tiny_model, tmp_path, monkeypatch):
+    def made(*args, **kwargs):
+        raise AssertionError("for nobody")
+
+    for place in ("trainer.histograms", "recorder.worst_tokens"):
+        monkeypatch.setattr(f"trl_consistent.{place}", made)
+    with synthetic_engine():
+        trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=1)
+        trainer.train()
+    assert len(trainer.state.log_history) == 2
+    with synthetic_engine(), pytest.raises(AssertionError, match="for nobody"):
+        build(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=1, report_to="tensorboard").train()
+
+
 def test_a_tracker_that_changed_inside_stops_nothing(tiny_model, tmp_path, monkeypatch, caplog):
     def changed(callback):
         raise AttributeError("_next_step")

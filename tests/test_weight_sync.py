@@ -9,7 +9,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from trl_consistent import ConsistentGRPOTrainer, _compat
+from trl_consistent import ConsistentGRPOTrainer, _compat, read_records
 from trl_consistent.rollout.vllm import ConsistentVLLMGeneration, WeightSyncError
 
 from .test_integration import ENGINE, free_the_engine  # noqa: F401
@@ -134,6 +134,10 @@ def test_a_second_train_and_an_overwritten_engine_get_the_weights(tiny_model, tm
         trainer.train()  # to TRL, it is step 0 again, whose weights it has loaded
         assert "a second `train()`" in messages(caplog)[0] and len(messages(caplog)) == 1
         assert generation.weight_fingerprint != before and len(before) == 16
+        records = [
+            read_records(tmp_path / "ConsistentGRPOTrainer" / folder)[0] for folder in ("mismatch.old", "mismatch")
+        ]
+        assert [r.fingerprint["weights"]["fingerprint"] for r in records] == [before, generation.weight_fingerprint]
         generation.sync_weights()
         weight = engine_tensors(trainer)["model.layers.1.mlp.gate_up_proj.weight"]
         weight.data[3, 3] += 0.5

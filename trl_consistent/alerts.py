@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from .metrics import METRICS
+from .metrics import METRICS, Bounds, excess
 
 
 Severity = Literal["warning", "critical", "recovered"]
 Kind = Literal["level", "baseline", "trend"]
-Bounds = tuple[float | None, float | None]
 Thresholds = Mapping[str, tuple[Any, Any] | None]
 
 
@@ -41,11 +40,11 @@ class AlertEvent:
     """All of this in words, with what the metric means and what to do."""
 
 
-# What vanilla TRL logs of the same quantity.
-_STOCK = {
+STOCK = {
     "mismatch/abs_diff/mean": "sampling/sampling_logp_difference/mean",
     "mismatch/abs_diff/max": "sampling/sampling_logp_difference/max",
 }
+"""What vanilla TRL logs of the same quantity (over a rank, then averaged over ranks)."""
 
 # The same tokens make |d|, k3 and the ESS of tokens large. `thresholds` brings these back.
 _SAID_BY_ANOTHER = ("mismatch/chi2/token", "mismatch/prob_diff/mean", "mismatch/abs_diff/p99")
@@ -89,12 +88,6 @@ _NEXT_STEP = {
     "correction/weight/std": _BOUNDS,
     "correction/ess": _BOUNDS,
 }
-
-
-def _excess(value: float, bounds: Bounds) -> float:
-    """How far outside the bounds, negative inside."""
-    low, high = bounds
-    return max(-math.inf if low is None else low - value, -math.inf if high is None else value - high)
 
 
 def _edge(healthy: Bounds, critical: Bounds) -> Bounds:
@@ -197,14 +190,14 @@ class _Watch:
         excesses = []
         for _, value, length in recent:
             low, high = (None if bound is None else self._scaled(bound) for bound in self._bounds(bounds, length))
-            excesses.append(_excess(self._scaled(value), (low, high)))
-        outside, excess = excesses[-1] > 0, sorted(excesses)[-self.needed]
+            excesses.append(excess(self._scaled(value), (low, high)))
+        outside, needed = excesses[-1] > 0, sorted(excesses)[-self.needed]
         if not outside or self.at_once or len(self.logs) < 3:
             return outside and self.at_once
         values = [self._scaled(value) for _, value, _ in self.logs]
         # Standard errors of a median; more of them while few differences tell the scatter.
         sure = _SURE * (1 + 6 / (len(values) - 1))
-        return excess > sure * 1.2533 * _scatter(values) / math.sqrt(len(recent))
+        return needed > sure * 1.2533 * _scatter(values) / math.sqrt(len(recent))
 
     def _level(self) -> _Vote | None:
         _, value, length = self.logs[-1]
@@ -259,7 +252,7 @@ class _Watch:
         # The line's start and end, and where it will be
         line = [math.exp(median(logs) + change * windows) for windows in (-0.5, 0.5, 1.5)]
         start, end, ahead = (math.exp(-x * (length or 1.0)) for x in line) if falls else line
-        if _excess(ahead, self._bounds(self.opens, length)) <= 0:
+        if excess(ahead, self._bounds(self.opens, length)) <= 0:
             return None
         limit = _nearest(ahead, self._bounds(self.warn, length))
         because = (
@@ -271,7 +264,7 @@ class _Watch:
     def _is_quiet(self) -> bool:
         _, value, length = self.logs[-1]
         limit = self._baseline_limits().get("warning", math.inf)
-        return _excess(value, self._bounds(self.warn, length)) <= 0 and value <= limit
+        return excess(value, self._bounds(self.warn, length)) <= 0 and value <= limit
 
     def update(self, step: int, value: float, length: float | None, name: str) -> AlertEvent | None:
         if self.episode is None and len(self.logs) >= self.of:
@@ -287,7 +280,7 @@ class _Watch:
             told = self._event(vote, step, value, name)
             self.episode = _Episode(told, step, value, step)
             return told
-        if _excess(value, self.warn) > _excess(episode.worst, self.warn):
+        if excess(value, self.warn) > excess(episode.worst, self.warn):
             episode.worst, episode.worst_step = value, step
         if vote is not None and vote.severity == "critical" and episode.told.severity == "warning":
             episode.told = self._event(vote, step, value, name)
@@ -341,7 +334,7 @@ def _bounds_of(key: str, thresholds: Any) -> tuple[Bounds, Bounds]:
 
     warn, critical = bounds(thresholds[0]), bounds(thresholds[1])
     for bound, is_inside in zip(critical, (warn[0], warn[1]), strict=True):
-        if bound is not None and is_inside is not None and _excess(bound, warn) < 0:
+        if bound is not None and is_inside is not None and excess(bound, warn) < 0:
             raise ValueError(f"{given}: {bound} would be critical before it is a warning. Give `(warn, critical)`.")
     return warn, critical
 
@@ -354,7 +347,7 @@ def value_of(logs: Mapping[str, Any], key: str) -> float | None:
 
 def name_in(logs: Mapping[str, Any], key: str) -> str:
     """A metric's name in these logs: ours, or what vanilla TRL calls it."""
-    return _STOCK[key] if key in _STOCK and key not in logs else key
+    return STOCK[key] if key in STOCK and key not in logs else key
 
 
 class Alerts:

@@ -556,7 +556,7 @@ class MismatchReportCallback(GuardedCallback):
         try:
             from .report import write_report
 
-            (path,) = write_report(output_dir)
+            path = write_report(output_dir)
         except Exception as error:  # whatever it is, it must not mask what ended the training
             logger.error(f"The report of {output_dir} could not be written: {error!r}. Training is not affected.")
             return None

@@ -29,7 +29,7 @@ def _grpo(argv: list[str]) -> int:
 def _report(arguments: argparse.Namespace) -> None:
     from .report import write_report
 
-    print(*write_report(arguments.run_dir, arguments.output, arguments.format), sep="\n")
+    print(write_report(arguments.run_dir, arguments.output, arguments.format))
 
 
 def _add_report(commands: Any) -> None:

@@ -33,10 +33,10 @@ from .metrics import METRICS, correction_metrics, finalize, mean_weight, merge, 
 from .records import (
     FOLDER,
     MismatchRecord,
-    grouped_files,
+    Recorded,
     merge_ranks,
-    read_header,
     readable,
+    recorded_steps,
     run_logs,
 )
 from .tables import KEY_METRICS, MARK, Table, flat, judged
@@ -250,21 +250,20 @@ def replay(paths: Iterable[str | Path], corrections: Iterable[str] = ()) -> Repl
     Raises:
         `FileNotFoundError`: there are no records. `ValueError`: none can be read, or a correction is unknown.
     """
-    groups = grouped_files(*paths)
+    steps = recorded_steps(*paths)
     chosen = {text: named(text) for text in corrections or DEFAULT}
-    headers = [header for _, header in readable((files[0] for files in groups), read_header)]
-    force = in_force(headers[-1]["fingerprint"]) if headers else None
+    force = in_force(steps[-1].fingerprint) if steps else None
     if force is not None and not corrections:
         chosen.setdefault(*force)
     noise = NoiseEstimate()
     if any(correction.reject_rate is not None for correction in chosen.values()):
-        for batch in _batches(groups):
+        for batch in _batches(steps):
             noise = noise.update(noise_statistics(batch.d, batch.mask))
 
     names = list(chosen)
     rows: list[list[Tensor]] = [[] for _ in range(len(names) + len(_REFERENCES))]
     stats, has_advantages = [], True
-    for batch in _batches(groups):
+    for batch in _batches(steps):
         stats.append(mismatch_metrics(batch.old, batch.sampling, batch.mask))
         has_advantages &= batch.advantages is not None
         for found, correction in zip(rows, (*chosen.values(), *_REFERENCES.values()), strict=True):
@@ -275,7 +274,7 @@ def replay(paths: Iterable[str | Path], corrections: Iterable[str] = ()) -> Repl
     replayed = dict(zip(names, sums, strict=False))
 
     notes = []
-    if cut := [header["step"] for header in headers if header.get("cut_from")]:
+    if cut := [each.step for each in steps if each.is_cut]:
         notes.append(
             f"Of {len(cut)} steps (the first: {cut[0]}) only the worst completions were recorded: what is said here is of them. "
             "A larger `mismatch_record_bytes` keeps whole batches."
@@ -331,10 +330,10 @@ class _Batch:
     longest: int
 
 
-def _batches(groups: list[list[Path]]) -> Iterator[_Batch]:
+def _batches(steps: list[Recorded]) -> Iterator[_Batch]:
     """One rollout batch in memory after the other; those without a token left out."""
-    for files in groups:
-        ranks = [record for _, record in readable(files, MismatchRecord.load)]
+    for step in steps:
+        ranks = [record for _, record in readable(step.files, MismatchRecord.load)]
         if not any(record.mask.any() for record in ranks):
             continue
         record, sizes = merge_ranks(ranks), [len(record.mask) for record in ranks]
@@ -652,30 +651,30 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
         `FileNotFoundError`: one of them has neither logs nor records.
     """
     runs, notes = (str(first), str(second)), []
-    headers, logs = [], []
+    recorded, logs = [], []
     for run in runs:
         try:
-            groups = grouped_files(run)
+            recorded.append({each.step: each for each in recorded_steps(run)})
         except FileNotFoundError:
-            groups = []
-        found = (header for _, header in readable((files[0] for files in groups), read_header))
-        headers.append({header["step"]: header for header in found})
+            recorded.append({})
         logs.append(run_logs(run))
-        if not headers[-1] and not logs[-1]:
+        if not recorded[-1] and not logs[-1]:
             raise FileNotFoundError(
                 f"{run} is no run: it has no records, no {FOLDER}/logs.jsonl and no trainer_state.json, nor has a "
                 "checkpoint in it."
             )
-        notes += [f"{run} has no {name}." for name, some in (("records", headers[-1]), ("logs", logs[-1])) if not some]
-    prints = [_fingerprint(of_run) for of_run in headers]
-    keys = dict.fromkeys(key for print in prints for key in print) if all(headers) else {}
+        notes += [
+            f"{run} has no {name}." for name, some in (("records", recorded[-1]), ("logs", logs[-1])) if not some
+        ]
+    prints = [_fingerprint(of_run) for of_run in recorded]
+    keys = dict.fromkeys(key for print in prints for key in print) if all(recorded) else {}
     differences = {key: (prints[0].get(key), prints[1].get(key)) for key in keys}
     metrics = {}
     for key in ("reward", *(key for key, metric in METRICS.items() if metric.healthy != (None, None))):
         pair = _course(key, logs[0]), _course(key, logs[1])
         if pair != (None, None):
             metrics[key] = pair
-    common = [step for step in headers[0] if step in headers[1]]
+    common = [step for step in recorded[0] if step in recorded[1]]
     healthier, reason = _healthier(runs, metrics)
     return RunComparison(
         runs=runs,
@@ -683,16 +682,17 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
         reason=reason,
         differences={key: pair for key, pair in differences.items() if pair[0] != pair[1]},
         metrics=metrics,
-        steps={step: (headers[0][step]["metrics"], headers[1][step]["metrics"]) for step in common},
+        steps={step: (recorded[0][step].metrics, recorded[1][step].metrics) for step in common},
         notes=tuple(notes),
     )
 
 
-def _fingerprint(headers: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Of the last record, as one level, without the names of places."""
-    if not headers:
+def _fingerprint(recorded: dict[int, Recorded]) -> dict[str, Any]:
+    """Of the last record, as one level, without what differs between any two runs."""
+    if not recorded:
         return {}
-    found = flat(headers[max(headers)]["fingerprint"])
+    newest = recorded[max(recorded)].fingerprint
+    found = flat({name: value for name, value in newest.items() if name != "weights"})
     audit = found.pop("audit", None) or []
     found["audit"] = sorted(finding["code"] for finding in audit if "code" in finding)
     return {key: value for key, value in found.items() if key.rpartition(".")[2] not in _PLACES}
@@ -704,7 +704,7 @@ def _course(key: str, logs: list[dict[str, Any]]) -> Course | None:
     ]
     if not values:
         return None
-    badness = METRICS[key].badness if key in METRICS else lambda value: (0.0, -value)
+    badness = METRICS[key].badness if key in METRICS else lambda value: -value
     worst, step = max(values, key=lambda each: badness(each[0]))
     start, end = ([value for value, _ in part] for part in (values[:EDGE], values[-EDGE:]))
     return Course(sum(start) / len(start), sum(end) / len(end), worst, step)

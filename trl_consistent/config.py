@@ -246,7 +246,7 @@ class ConsistentGRPOConfig(GRPOConfig):
             an alert) to `output_dir/mismatch/`, with what was logged: what `trl-consistent report`, `compare` and
             `records` read. `0` writes nothing.
         mismatch_record_limit (`int`, *optional*, defaults to `40`):
-            How many records each rank keeps: the newest half, and of the older ones the worst by `mismatch/k3/mean`.
+            How many records each rank keeps: the newest half, and of the older ones the worst (infinite ratios first, then k3).
         mismatch_record_bytes (`int`, *optional*, defaults to `268435456`):
             How many bytes they may take together, per rank. A rollout batch that takes more is cut to its worst completions.
 

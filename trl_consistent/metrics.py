@@ -25,6 +25,24 @@ from .ratios import (
 )
 
 
+Bounds = tuple[float | None, float | None]
+"""Smallest and largest value; `None` is open."""
+
+
+def excess(value: float, bounds: Bounds) -> float:
+    """How far `value` is outside the bounds; inside, minus the distance to the nearest; minus infinity if both are open."""
+    low, high = bounds
+    return max(-math.inf if low is None else low - value, -math.inf if high is None else value - high)
+
+
+def range_text(bounds: Bounds, form: Callable[[float], str] = "{:g}".format) -> str:
+    """The bounds for people, such as `≤ 0.02`; empty if both are open."""
+    low, high = bounds
+    if low is not None and high is not None:
+        return f"{form(low)} … {form(high)}"
+    return f"≥ {form(low)}" if low is not None else f"≤ {form(high)}" if high is not None else ""
+
+
 @dataclass(frozen=True)
 class Metric:
     """One row of the catalogue."""
@@ -37,32 +55,28 @@ class Metric:
     """What it says, in one line."""
     reduction: str
     """How values of many tokens become one."""
-    healthy: tuple[float | None, float | None] = (None, None)
+    healthy: Bounds = (None, None)
     """Smallest and largest value of a healthy dense bf16 run; `None` is open."""
-    critical: tuple[float | None, float | None] = (None, None)
+    critical: Bounds = (None, None)
     """Values outside are critical; between healthy and critical is a warning. `None`: no value is critical."""
     source: str = ""
     """Where the definition or the range comes from."""
 
     def outside(self, value: float) -> float:
         """How far `value` is outside the healthy range; 0 inside, infinite if it is NaN."""
-        low, high = self.healthy
+        return math.inf if math.isnan(value) else max(excess(value, self.healthy), 0.0)
+
+    def badness(self, value: float) -> float:
+        """What makes a value worse than another: how far it is outside or, inside, how near to a bound; its size if it has no
+        range."""
         if math.isnan(value):
             return math.inf
-        return max(0.0 if low is None else low - value, 0.0 if high is None else value - high, 0.0)
-
-    def badness(self, value: float) -> tuple[float, float]:
-        """What makes a value worse than another: first how far it is outside, then how near to a bound."""
-        nearness = [-abs(value - bound) for bound in self.healthy if bound is not None]
-        return self.outside(value), max(nearness, default=abs(value))
+        return abs(value) if self.healthy == (None, None) else excess(value, self.healthy)
 
     @property
     def healthy_text(self) -> str:
-        """The healthy range for people, such as `≤ 0.02`; empty without one."""
-        low, high = self.healthy
-        if low is not None and high is not None:
-            return f"{low:g} … {high:g}"
-        return f"≥ {low:g}" if low is not None else f"≤ {high:g}" if high is not None else ""
+        """The healthy range for people, as of [`range_text`]."""
+        return range_text(self.healthy)
 
 
 _KL = "http://joschu.net/blog/kl-approx.html"

@@ -30,11 +30,12 @@ from .records import (
     append_logs,
     merge_ranks,
     set_aside,
+    severity,
     worst_tokens,
 )
 from .rollout.audit import EngineSettings, Finding
 from .rollout.precision import compute_dtype
-from .trackers import log_worst_tokens
+from .trackers import log_worst_tokens, tracking
 
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _severity(metrics: dict[str, float]) -> tuple[float, float]:
-    return metrics.get("mismatch/nonfinite_count", 0.0), metrics.get("mismatch/k3/mean", 0.0)
-
-
 class Recorder(TrainerCallback):
     """
     Keeps the newest rollout batch at hand, and writes it every `mismatch_record_steps` steps or when asked to.
@@ -160,14 +157,15 @@ class Recorder(TrainerCallback):
             return  # an evaluation of its own is no part of the run
         with self._guarded("The log for reports"):
             append_logs(self.folder, state.log_history[-1])
-        if (record := self._unseen) is not None:  # now, because trackers take steps in their order
-            self._unseen = None
+        record, self._unseen = self._unseen, None
+        callbacks = self._trainer.callback_handler.callbacks
+        if record is not None and tracking(callbacks):  # now, because trackers take steps in their order
             try:
                 tokens = worst_tokens(record, tokenizer=_compat.text_tokenizer(self._trainer))
             except Exception as error:
                 logger.warning(f"No table of the worst tokens of step {record.step}: {type(error).__name__}: {error}")
                 return
-            log_worst_tokens(self._trainer.callback_handler.callbacks, tokens, state.global_step)
+            log_worst_tokens(callbacks, tokens, state.global_step)
 
     def add(
         self, batch: dict[str, Any], old: Tensor, sampling: Tensor, mask: Tensor, result: CorrectionResult | None
@@ -225,7 +223,7 @@ class Recorder(TrainerCallback):
                 self._is_fresh = False
             step, metrics = self._newest[0].step, finalize(self._stats)
             if not self._reasons and self._written is not None and self._written[0] == step:
-                if _severity(self._written[1]) > _severity(metrics):
+                if severity(self._written[1]) > severity(metrics):
                     return
             self._reasons.append(reason)
             record = dataclasses.replace(
@@ -233,12 +231,17 @@ class Recorder(TrainerCallback):
                 rank=self._store.rank,
                 reason="; ".join(self._reasons),
                 metrics=metrics,
-                fingerprint=self._fingerprint,
+                fingerprint={**self._fingerprint, "weights": {"step": step - 1, "fingerprint": self._weights()}},
             )
             self._store.write(record)
             self._written = step, metrics
             if self._trainer.accelerator.is_main_process:
                 self._unseen = record
+
+    def _weights(self) -> str | None:
+        """A hash of the trained tensors that the engine sampled with, where it has one."""
+        engine = self._trainer.vllm_generation if self._trainer.use_vllm else None
+        return getattr(engine, "weight_fingerprint", None)
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

@@ -40,8 +40,6 @@ STATE = "trainer_state.json"
 """What the trainers of transformers write, with all that was logged."""
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.safetensors")
 _LEFT = ("prompt_ids", "prompt_mask")  # padded on the left, as TRL does
-_SEVERITY = "mismatch/k3/mean"
-"""What makes a record worse than another."""
 
 
 @dataclass
@@ -93,7 +91,8 @@ class MismatchRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the whole rollout batch, all ranks, by key of [`METRICS`]; of these completions if left out."""
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """What it came from, JSON: `model`, `trainer`, `engine`, `sampling`, `correction`, `versions`, `audit`, ..."""
+    """What it came from, JSON: `model`, `trainer`, `engine`, `sampling`, `correction`, `versions`, `audit`, `weights` (the
+    optimizer step after which the engine got them, and a hash), ..."""
 
     @property
     def mismatch_log_ratio(self) -> Tensor:
@@ -270,21 +269,64 @@ def read_records(path: str | Path) -> list[MismatchRecord]:
     Raises:
         `FileNotFoundError`: there are none. `ValueError`: one of them cannot be read.
     """
-    return list(iterate_records(path))
+    return [merge_ranks([MismatchRecord.load(file) for file in of_step]) for of_step in _grouped_files(path)]
 
 
-def iterate_records(path: str | Path) -> Iterator[MismatchRecord]:
-    """[`read_records`], one step in memory at a time."""
-    for of_step in grouped_files(path):
-        yield merge_ranks([MismatchRecord.load(file) for file in of_step])
+@dataclass(frozen=True)
+class Recorded:
+    """One recorded step, from the headers of its files, one of each rank."""
+
+    step: int
+    """Of the optimizer."""
+    files: list[Path]
+    """Those that can be read, by rank."""
+    reason: str
+    """Why it was written."""
+    completions: int
+    """Of all ranks."""
+    tokens: int
+    """In the loss mask, of all ranks."""
+    is_cut: bool
+    """Whether only the worst completions of the batch are there."""
+    metrics: dict[str, float]
+    """Of the whole rollout batch."""
+    fingerprint: dict[str, Any]
+    """What it came from."""
 
 
-def grouped_files(*paths: str | Path) -> list[list[Path]]:
-    """The records at `paths`, each as of [`record_files`], those of the ranks of a step together.
+def recorded_steps(*paths: str | Path, problems: list[str] | None = None) -> list[Recorded]:
+    """The steps that are recorded at `paths`, each as of [`record_files`], without reading tensors; `problems` as of
+    [`readable`].
 
     Raises:
         `FileNotFoundError`: there are none at one of them.
     """
+    steps = []
+    for files in _grouped_files(*paths):
+        if not (headers := dict(readable(files, read_header, problems))):
+            continue
+        first, *_ = found = list(headers.values())
+        steps.append(
+            Recorded(
+                step=first["step"],
+                files=list(headers),
+                reason=_joined(header["reason"] for header in found),
+                completions=sum(header["completions"] for header in found),
+                tokens=sum(header["tokens"] for header in found),
+                is_cut=any(header.get("cut_from") for header in found),
+                metrics=first["metrics"],
+                fingerprint=first["fingerprint"],
+            )
+        )
+    return steps
+
+
+def _joined(reasons: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(each for reason in reasons for each in reason.split("; ")))
+
+
+def _grouped_files(*paths: str | Path) -> list[list[Path]]:
+    """The records at `paths`, those of the ranks of a step together."""
     groups: dict[tuple[Path, str], dict[Path, None]] = {}
     for file in (file.resolve() for path in paths for file in record_files(path)):
         name = _NAME.fullmatch(file.name)
@@ -292,13 +334,22 @@ def grouped_files(*paths: str | Path) -> list[list[Path]]:
     return [list(group) for group in groups.values()]
 
 
-def readable(files: Iterable[Path], read: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
-    """Each file with what `read` makes of it. One that cannot be read is left out, with a warning."""
+def readable(
+    files: Iterable[Path], read: Callable[[Path], T], problems: list[str] | None = None
+) -> Iterator[tuple[Path, T]]:
+    """Each file with what `read` makes of it. One that cannot be read is left out, with a sentence in `problems` or, without
+    it, a warning; one that a run has removed meanwhile, without a word."""
     for file in files:
         try:
             yield file, read(file)
+        except FileNotFoundError:
+            continue
         except (ValueError, OSError) as error:
-            logger.warning(f"Left out: {error}")
+            _tell(f"{file.name} cannot be read: {error}", problems)
+
+
+def _tell(problem: str, problems: list[str] | None) -> None:
+    logger.warning(problem) if problems is None else problems.append(problem)
 
 
 def merge_ranks(records: list[MismatchRecord]) -> MismatchRecord:
@@ -312,10 +363,10 @@ def merge_ranks(records: list[MismatchRecord]) -> MismatchRecord:
     whole = {name: each for name, each in tensors.items() if len(each) == len(records)}
     merged = {name: torch.cat(_padded(each, left=name in _LEFT)) for name, each in whole.items()}
     missing = dict.fromkeys(tensors.keys() - whole.keys())
-    reasons = dict.fromkeys(reason for record in records for reason in record.reason.split("; "))
+    reason = _joined(record.reason for record in records)
     cut = sum(record.cut_from or len(record.mask) for record in records)
     cut_from = cut if any(record.cut_from for record in records) else None
-    return records[0]._with({**merged, **missing, "rank": None, "reason": "; ".join(reasons), "cut_from": cut_from})
+    return records[0]._with({**merged, **missing, "rank": None, "reason": reason, "cut_from": cut_from})
 
 
 def _padded(tensors: list[Tensor], left: bool) -> list[Tensor]:
@@ -328,7 +379,8 @@ def _padded(tensors: list[Tensor], left: bool) -> list[Tensor]:
 
 class RecordStore:
     """
-    The records of one rank in a folder, within limits: the newest half is kept, and of the older ones the worst by k3.
+    The records of one rank in a folder, within limits: the newest half is kept, and of the older ones those with the
+    largest [`severity`].
 
     Args:
         folder (`str` or `Path`): Made when the first record is written.
@@ -377,15 +429,20 @@ class RecordStore:
         sizes = {file: file.stat().st_size for file in files}
         while len(files) > 1 and (len(files) > self.max_count or sum(sizes[file] for file in files) > self.max_bytes):
             older = files[: len(files) - len(files) // 2]
-            least = min((file for file in older if file != keep), key=_severity)
+            least = min((file for file in older if file != keep), key=_severity_of)
             least.unlink(missing_ok=True)
             files.remove(least)
 
 
-def _severity(file: Path) -> float:
+def severity(metrics: dict[str, float]) -> tuple[float, float]:
+    """What makes a rollout batch worse than another: infinite ratios, then k3."""
+    return metrics.get("mismatch/nonfinite_count", 0.0), metrics.get("mismatch/k3/mean", 0.0)
+
+
+def _severity_of(file: Path) -> tuple[float, float]:
     with contextlib.suppress(ValueError, FileNotFoundError):
-        return read_header(file)["metrics"].get(_SEVERITY, 0.0)
-    return 0.0
+        return severity(read_header(file)["metrics"])
+    return 0.0, 0.0
 
 
 def set_aside(folder: str | Path) -> None:
@@ -444,8 +501,7 @@ def run_logs(run: str | Path, problems: list[str] | None = None) -> list[dict[st
             state = json.loads(file.read_text())
             states.append((state.get("global_step", 0), _by_step(list(state["log_history"]))))
         except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
-            problem = f"{file.relative_to(run)} cannot be read: {type(error).__name__}: {error}."
-            logger.warning(problem) if problems is None else problems.append(problem)
+            _tell(f"{file.relative_to(run)} cannot be read: {type(error).__name__}: {error}.", problems)
     live = _by_step(read_logs(run / FOLDER))
     if live:  # an earlier run may have left states here: only what came before, of one that agrees, is of this run
         states = [
@@ -504,7 +560,7 @@ class TokenGap:
     d: float
     """`log p_train - log p_rollout`, nats."""
     weight: float | None
-    """What the correction made of it; `None` without a correction."""
+    """What the correction made of it, 0 if it rejected the token; `None` without a correction."""
 
 
 def worst_tokens(record: MismatchRecord, count: int = 20, tokenizer: Any = None, context: int = 8) -> list[TokenGap]:
@@ -519,7 +575,9 @@ def worst_tokens(record: MismatchRecord, count: int = 20, tokenizer: Any = None,
     d, mask = record.mismatch_log_ratio, record.mask.bool()
     size = torch.where(mask & ~torch.isnan(d), d.abs(), -1.0).flatten()
     values, places = size.topk(min(count, len(size)))
-    positions = record.position_ids
+    positions, weights = record.position_ids, record.weights
+    if weights is not None and record.keep_mask is not None:
+        weights = torch.where(record.keep_mask.bool(), weights, 0.0)
 
     def text(row: int, start: int, end: int) -> str:
         ids = record.completion_ids[row, max(start, 0) : end][record.completion_mask[row, max(start, 0) : end].bool()]
@@ -542,7 +600,7 @@ def worst_tokens(record: MismatchRecord, count: int = 20, tokenizer: Any = None,
                 p_train=old.exp().item(),
                 p_rollout=sampling.exp().item(),
                 d=d[row, index].item(),
-                weight=None if record.weights is None else record.weights[row, index].item(),
+                weight=None if weights is None else weights[row, index].item(),
             )
         )
     return found

@@ -8,13 +8,13 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .metrics import METRICS
-from .records import MismatchRecord, grouped_files, load_tokenizer, merge_ranks, read_header, readable, worst_tokens
+from .records import MismatchRecord, load_tokenizer, merge_ranks, recorded_steps, worst_tokens
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,22 @@ def _text(cell: Any) -> str:
         return "–"
     if isinstance(cell, float):
         return f"{cell:.3g}"
-    # what would break the line, or move the cursor
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(cell))
+    return visible(str(cell))
+
+
+def visible(text: str) -> str:
+    """Text on one line: what has no glyph, and might break the line or move a cursor, as an escape."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def plain(text: str) -> str:
+    """Visible text of which Markdown and HTML make no column, link, picture, mention or tag; backticks stay code."""
+    return "".join(f"&#{ord(c)};" if c in "&<|[]@" else c for c in visible(text))
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table whose cells are Markdown already."""
+    return [f"| {' | '.join(row)} |" for row in (columns, ("---",) * len(columns), *rows)]
 
 
 def _value(cell: Any) -> Any:
@@ -98,19 +112,13 @@ def _print_rich(table: Table, console: Any) -> None:
 
 
 def _markdown(table: Table) -> str:
-    def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
+    def line(cells: Iterable[Any]) -> list[str]:
+        return [plain(_text(cell)) for cell in cells]
 
-    parts = [f"**{_text(table.title)}**"]
+    parts = [f"**{plain(table.title)}**"]
     if table.rows:
-        header = [line(table.columns), "|" + "---|" * len(table.columns)]
-        parts.append("\n".join([*header, *(line(map(_text, row)) for row in table.rows)]))
-    return "\n\n".join([*parts, *(_escaped(_text(note)) for note in table.notes)])
-
-
-def _escaped(text: str) -> str:
-    """Text of which Markdown makes no column, link, picture, mention or tag."""
-    return "".join(f"&#{ord(c)};" if c in "|<[]@" else c for c in text)
+        parts.append("\n".join(markdown_table(line(table.columns), map(line, table.rows))))
+    return "\n\n".join([*parts, *map(plain, table.notes)])
 
 
 def judged(key: str, value: float | None) -> Any:
@@ -143,22 +151,18 @@ def listing(path: str | Path) -> Table:
         `FileNotFoundError`: there are none. `ValueError`: none of them can be read.
     """
     rows = []
-    for files in grouped_files(path):
-        headers = dict(readable(files, read_header))
-        if not headers:
-            continue
-        first = next(iter(headers.values()))
-        metrics = first["metrics"]
+    for each in recorded_steps(path):
+        metrics = each.metrics
         outside = [key for key in METRICS if key in metrics and METRICS[key].outside(metrics[key])]
         rows.append(
             (
-                first["step"],
-                len(headers),
-                "; ".join(dict.fromkeys(header["reason"] for header in headers.values())),
-                sum(header["completions"] for header in headers.values()),
-                sum(header["tokens"] for header in headers.values()),
+                each.step,
+                len(each.files),
+                each.reason,
+                each.completions,
+                each.tokens,
                 *(judged(key, metrics.get(key)) for key in KEY_METRICS.values()),
-                f"{sum(file.stat().st_size for file in headers) / 1e6:.2f} MB",
+                f"{sum(file.stat().st_size for file in each.files) / 1e6:.2f} MB",
                 ", ".join(key.removeprefix("mismatch/") for key in outside),
             )
         )
@@ -175,8 +179,7 @@ def details(path: str | Path, step: int | None = None, tokens: int = 20) -> list
     Raises:
         `FileNotFoundError`: there are none, or none of that step; says which there are. `ValueError`: it cannot be read.
     """
-    found = [dict(readable(files, read_header)) for files in grouped_files(path)]
-    steps = {next(iter(headers.values()))["step"]: list(headers) for headers in found if headers}
+    steps = {each.step: each.files for each in recorded_steps(path)}
     if not steps:
         raise ValueError(f"No record at {path} can be read.")
     if step is not None and step not in steps:

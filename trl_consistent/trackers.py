@@ -12,6 +12,7 @@ from weakref import WeakSet
 from . import _compat
 from .metrics import Histogram
 from .records import TokenGap
+from .tables import markdown_table, visible
 
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,11 @@ _PLAIN = frozenset(" .,:;?!'()%=+/-" + "".join(_MARKS))  # what no Markdown take
 
 # What raised once is not called again: a run does not stop, and its log does not fill up, because of a tracker.
 _failed: WeakSet[Any] = WeakSet()
+
+
+def tracking(callbacks: Iterable[Any]) -> bool:
+    """Whether a tracker among `callbacks` takes histograms and tables, so that making them is worth it."""
+    return any(_tracker_of(callback) is not None for callback in callbacks)
 
 
 def log_histograms(callbacks: Iterable[Any], histograms: dict[str, Histogram], step: int) -> None:
@@ -45,22 +51,33 @@ def log_worst_tokens(callbacks: Iterable[Any], tokens: list[TokenGap], step: int
 def _send(callbacks: Iterable[Any], values: dict[str, Any], step: int) -> None:
     named = _compat.as_transformers_logs(values)
     for callback in callbacks if named else ():
-        if callback in _failed:
+        if (tracker := _tracker_of(callback)) is None:
             continue
         try:
-            tracker = _compat.tracker_of(callback)
-            if tracker is None:
-                continue
             if tracker.writer is not None:
                 _to_tensorboard(tracker.writer, named, step)
             else:
                 _to_module(tracker.module, named, step, tracker.row)
         except Exception as error:
-            _failed.add(callback)
-            logger.warning(
-                f"{type(callback).__name__} failed to take {', '.join(named)} at step {step} ({error!r}). Training goes on; "
-                "this tracker gets no more histograms and tables."
-            )
+            _give_up(callback, f"failed to take {', '.join(named)} at step {step} ({error!r})")
+
+
+def _tracker_of(callback: Any) -> _compat.Tracker | None:
+    """The tracker behind a callback; `None` if there is none, or it has failed."""
+    if callback in _failed:
+        return None
+    try:
+        return _compat.tracker_of(callback)
+    except Exception as error:  # what it is asked for is private
+        _give_up(callback, f"is not what it was ({error!r})")
+        return None
+
+
+def _give_up(callback: Any, why: str) -> None:
+    _failed.add(callback)
+    logger.warning(
+        f"{type(callback).__name__} {why}. Training goes on; this tracker gets no more histograms and tables."
+    )
 
 
 def _to_tensorboard(writer: Any, values: dict[str, Any], step: int) -> None:
@@ -94,20 +111,14 @@ def _trimmed(histogram: Histogram) -> Histogram:
 
 
 def _row(token: TokenGap) -> list[Any]:
-    before, text, after = (_visible(x) for x in (token.before, token.token, token.after))
+    before, text, after = (visible(x) for x in (token.before, token.token, token.after))
     context = f"{before}{_MARKS[0]}{text}{_MARKS[1]}{after}"
     numbers = token.p_train, token.p_rollout, token.d, token.weight
     return [token.step, token.completion, token.index, context, *numbers]
 
 
-def _visible(text: str) -> str:
-    """On one line, with whatever has no glyph as an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def _markdown(rows: list[list[Any]]) -> str:
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *([_cell(value) for value in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(markdown_table(_COLUMNS, [[_cell(value) for value in row] for row in rows]))
 
 
 def _cell(value: Any) -> str:

@@ -63,7 +63,7 @@ from .rollout.precision import check_deterministic, check_precision, compute_dty
 from .rollout.server import ServerDownError
 from .rollout.vllm import INSTALL, check_completions, check_logprobs_mode, consistent_generation
 from .support import RestrictedHead, Sampling
-from .trackers import log_histograms
+from .trackers import log_histograms, tracking
 
 
 logger = logging.getLogger(__name__)
@@ -727,11 +727,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             if isinstance(callback, ScalesLR):
                 callback.report(logs)  # here, because the reporting integrations come before a user's callbacks
         super().log(logs, start_time)
-        if self.accelerator.is_main_process:
+        callbacks = self.callback_handler.callbacks
+        if self.accelerator.is_main_process and tracking(callbacks):
             prefix = "eval_" if mode == "eval" else ""
             found = {f"{prefix}{key}": histogram for key, histogram in histograms(window).items()}
-            log_histograms(self.callback_handler.callbacks, found, self.state.global_step)
-        for callback in self.callback_handler.callbacks:
+            log_histograms(callbacks, found, self.state.global_step)
+        for callback in callbacks:
             if isinstance(callback, MismatchAlertCallback):
                 events, callback.record_requests = callback.record_requests, []
                 if events and self._recorder is not None:

@@ -4,7 +4,6 @@
 `figures.py` draws it, `html.py` lays it out. Nothing here needs the trainer or matplotlib.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +13,9 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from ..alerts import AlertEvent, replay
+from ..alerts import STOCK, AlertEvent, replay
 from ..kl import kl_k3
-from ..metrics import METRICS, Metric
+from ..metrics import METRICS, Bounds, Metric, excess, range_text
 from ..records import (
     FOLDER,
     LOGS,
@@ -24,24 +23,18 @@ from ..records import (
     STATE,
     TOKENIZER,
     MismatchRecord,
+    Recorded,
     TokenGap,
     load_tokenizer,
     merge_ranks,
-    read_header,
-    record_files,
+    recorded_steps,
     run_logs,
+    severity,
     worst_tokens,
 )
 
 
-SEVERITY = "mismatch/k3/mean"
-"""What makes a step worse than another."""
-
-# TRL's own keys, by the metric of ours that measures the same (over a rank, then averaged over ranks).
-_STOCK = {
-    "sampling/sampling_logp_difference/mean": "mismatch/abs_diff/mean",
-    "sampling/sampling_logp_difference/max": "mismatch/abs_diff/max",
-}
+_OURS = {stock: ours for ours, stock in STOCK.items()}
 _STOCK_MEANING = {
     f"sampling/importance_sampling_ratio/{name}": f"{word} weight, after TRL's correction"
     for name, word in (("mean", "mean"), ("min", "smallest"), ("max", "largest"))
@@ -75,12 +68,7 @@ _HEADLINES = (
 
 def metric_of(key: str) -> Metric | None:
     """The entry of [`METRICS`] that says what a logged key means; `None` for what is neither ours nor measures the same."""
-    return METRICS.get(_STOCK.get(key, key))
-
-
-def _is_outside(value: float, bounds: tuple[float | None, float | None]) -> bool:
-    low, high = bounds
-    return (low is not None and value < low) or (high is not None and value > high)
+    return METRICS.get(_OURS.get(key, key))
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ class Curve:
     """Infinite where it overflowed, never NaN."""
 
     @property
-    def healthy(self) -> tuple[float | None, float | None]:
+    def healthy(self) -> Bounds:
         """Its healthy range; `None` is open."""
         metric = metric_of(self.key)
         return metric.healthy if metric else (None, None)
@@ -108,12 +96,12 @@ class Curve:
 
     def is_outside(self, value: float) -> bool:
         """Whether a value is outside the healthy range."""
-        return _is_outside(value, self.healthy)
+        return excess(value, self.healthy) > 0
 
     def is_critical(self, value: float) -> bool:
         """Whether a value is outside the critical range."""
         metric = metric_of(self.key)
-        return metric is not None and _is_outside(value, metric.critical)
+        return metric is not None and excess(value, metric.critical) > 0
 
     @property
     def outside(self) -> list[int]:
@@ -123,14 +111,9 @@ class Curve:
     @property
     def worst(self) -> tuple[int, float] | None:
         """Step and value farthest out of the healthy range, or nearest to leaving it; `None` without a range."""
-        low, high = self.healthy
-        if low is None and high is None:
+        if self.healthy == (None, None):
             return None
-
-        def badness(value: float) -> float:
-            return max(-math.inf if low is None else low - value, -math.inf if high is None else value - high)
-
-        return max(zip(self.steps, self.values, strict=True), key=lambda point: badness(point[1]))
+        return max(zip(self.steps, self.values, strict=True), key=lambda point: excess(point[1], self.healthy))
 
 
 @dataclass(frozen=True)
@@ -145,26 +128,6 @@ class Verdict:
     """Since when; `None` for always, or if there is no telling."""
     key: str | None = None
     """Which metric."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One recorded step: the headers of its files, one of each rank."""
-
-    step: int
-    """Of the optimizer."""
-    files: list[Path]
-    """By rank."""
-    reason: str
-    """Why it was written."""
-    completions: int
-    """Of all ranks."""
-    tokens: int
-    """In the loss mask, of all ranks."""
-    metrics: dict[str, float]
-    """Of the whole rollout batch."""
-    fingerprint: dict[str, Any]
-    """Of the engine."""
 
 
 @dataclass
@@ -262,10 +225,7 @@ class Run:
 
     @property
     def _worst(self) -> int:
-        def severity(record: Recorded) -> float:
-            return record.metrics.get(SEVERITY) or 0.0
-
-        return max(reversed(self.records), key=severity).step
+        return max(reversed(self.records), key=lambda record: severity(record.metrics)).step
 
     def record(self, step: int) -> MismatchRecord | None:
         """The record of a step, its ranks merged; `None`, and a sentence in `missing`, if its files cannot be read."""
@@ -288,13 +248,11 @@ class Run:
         return {step: record for step, record in found.items() if record is not None}
 
     def worst_tokens(self, count: int = 12) -> list[TokenGap]:
-        """The worst tokens of the worst record, or of the newest if that one cannot be read; weight 0 if rejected."""
+        """The worst tokens of the worst record, or of the newest if that one cannot be read."""
         found = self.looked_into()
         if not found:
             return []
         record = found.get(self._worst, next(reversed(found.values())))
-        if record.weights is not None and record.keep_mask is not None:
-            record = dataclasses.replace(record, weights=torch.where(record.keep_mask.bool(), record.weights, 0.0))
         return worst_tokens(record, count, self.tokenizer)
 
 
@@ -335,32 +293,10 @@ def load_run(path: str | Path) -> Run:
 
 
 def _records(path: Path, missing: list[str]) -> list[Recorded]:
-    """The headers of the records at `path`."""
     try:
-        files = record_files(path)
+        return sorted(recorded_steps(path, problems=missing), key=lambda each: each.step)
     except FileNotFoundError:
         return []
-    headers: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
-    for file in files:
-        try:
-            header = read_header(file)
-            headers.setdefault(header["step"], []).append((file, header))
-        except FileNotFoundError:
-            continue  # a run that goes on has replaced it
-        except (ValueError, KeyError, OSError) as error:
-            missing.append(f"{file.name} cannot be read: {error}")
-    return [
-        Recorded(
-            step=step,
-            files=[file for file, _ in of_step],
-            reason="; ".join(dict.fromkeys(str(header.get("reason", "")) for _, header in of_step)),
-            completions=sum(header["completions"] for _, header in of_step),
-            tokens=sum(header["tokens"] for _, header in of_step),
-            metrics=of_step[0][1]["metrics"],
-            fingerprint=of_step[0][1]["fingerprint"],
-        )
-        for step, of_step in sorted(headers.items())
-    ]
 
 
 def _say_what_is_missing(run: Run, logged: bool) -> None:
@@ -434,7 +370,7 @@ def _verdict(run: Run) -> Verdict:
         )
     steps = judged[0].steps
     over = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    curve = run.curves.get(SEVERITY, judged[0])
+    curve = run.curves.get(_HEADLINES[0], judged[0])
     return Verdict(
         "healthy",
         f"No alert over {over}. `{curve.key}` ends at {number(curve.values[-1])}, healthy is {healthy_range(curve.healthy)}.",
@@ -482,14 +418,9 @@ def number(value: float | None) -> str:
     return f"−{text}" if value < 0 else text
 
 
-def healthy_range(bounds: tuple[float | None, float | None]) -> str:
+def healthy_range(bounds: Bounds) -> str:
     """A healthy range in words; empty if it is open on both sides."""
-    low, high = bounds
-    if bounds == (None, 0.0):
-        return "0"
-    if low is not None and high is not None:
-        return f"{number(low)} … {number(high)}"
-    return f"≥ {number(low)}" if low is not None else f"≤ {number(high)}" if high is not None else ""
+    return "0" if bounds == (None, 0.0) else range_text(bounds, number)
 
 
 @dataclass(frozen=True)

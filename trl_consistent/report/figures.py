@@ -119,7 +119,6 @@ _LOCK = threading.Lock()  # rcParams are the process's
 
 
 def _for_page(text: str, plot: Plot) -> str:
-    name = re.sub(r"[^\w/.:-]", "_", plot.name)  # keys of logs and steps of records may be somebody's
     text = text[text.index("<svg") :]
     # What follows is matplotlib's own; a style sheet inside would reach the whole page.
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.S)
@@ -129,9 +128,9 @@ def _for_page(text: str, plot: Plot) -> str:
     text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     text = re.sub(
-        r'<svg[^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" id="plot-{name}">', text, count=1
+        r'<svg[^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" id="plot-{plot.name}">', text, count=1
     )
-    text = re.sub(r'(\sid="|url\(#|href="#)(?!plot-)', rf"\g<1>{name}--", text)
+    text = re.sub(r'(\sid="|url\(#|href="#)(?!plot-)', rf"\g<1>{plot.name}--", text)
     text = text.replace("xlink:href", "href")
     for role, color in _STAND_IN.items():
         text = text.replace(color, f"var(--{role})")

@@ -18,6 +18,7 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from .. import __version__
+from ..tables import visible
 from . import figures
 from .data import Curve, Run, Token, healthy_range, number, table, worst_completions
 
@@ -99,7 +100,7 @@ def render_html(run: Run, live: bool = False) -> str:
     bounds = figures.sequence_bounds(correction)[1]
     leads = {**_LEADS, "sequences": f"{_LEADS['sequences']} {bounds}"}
     completions, tokens = worst_completions(run), run.worst_tokens()
-    page = _environment().get_template("template.html").render(
+    page = _environment().from_string(files(__package__).joinpath("template.html").read_text(encoding="utf-8")).render(
         run=run,
         live=live,
         script=Markup(_LIVE),
@@ -128,8 +129,11 @@ def render_html(run: Run, live: bool = False) -> str:
 
 def render_notice(name: str, title: str, sentence: str) -> str:
     """A live page of a run that cannot be shown: it is replaced as soon as there is a report."""
-    page = Environment(autoescape=True).from_string(_NOTICE)
-    return page.render(name=name, title=title, sentence=sentence, script=Markup(_LIVE), policy=_policy(live=True))
+    return (
+        _environment()
+        .from_string(_NOTICE)
+        .render(name=name, title=title, sentence=sentence, script=Markup(_LIVE), policy=_policy(live=True))
+    )
 
 
 def _policy(live: bool) -> str:
@@ -140,12 +144,7 @@ def _policy(live: bool) -> str:
 
 
 def _environment() -> Environment:
-    from jinja2 import DictLoader
-
-    template = files(__package__).joinpath("template.html").read_text(encoding="utf-8")
-    environment = Environment(
-        loader=DictLoader({"template.html": template}), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "code": _code,
         "key": _key,
@@ -170,9 +169,8 @@ def _key(text: str) -> Markup:
 
 
 def one_line(text: str) -> str:
-    """Text on one line: line breaks shown, and what has no glyph (and might move a cursor) as an escape."""
-    text = text.replace("\r", "").replace("\n", "⏎")
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """[`visible`], with line breaks shown."""
+    return visible(text.replace("\r", "").replace("\n", "⏎"))
 
 
 def about(run: Run) -> list[str]:
@@ -243,7 +241,7 @@ def correction_in_words(correction: dict[str, Any]) -> str:
         parts.append(f"bounds calibrated to reject {number(100 * correction['reject_rate'])} % of healthy completions")
     if correction.get("normalize") not in (None, "none"):
         parts.append(f"weights normalized per {correction['normalize']}")
-    name = f"`{correction['preset']}`: ".replace("`", "") if correction.get("preset") else ""
+    name = f"{correction['preset']}: " if correction.get("preset") else ""
     return f"{name}{', '.join(parts)}."
 
 

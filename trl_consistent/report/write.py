@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..tables import markdown_table, plain
 from . import figures
 from .data import Run, healthy_range, load_run, number, table
 from .html import about, correction_in_words, one_line, render_html, settings
 
 
-def write_report(path: str | Path, output: str | Path | None = None, format: str | None = None) -> list[Path]:
+def write_report(path: str | Path, output: str | Path | None = None, format: str | None = None) -> Path:
     """Writes the report of a run, whole or not at all.
 
     Args:
@@ -25,7 +26,7 @@ def write_report(path: str | Path, output: str | Path | None = None, format: str
             record, worst tokens, fingerprint; `"md"`: a summary.
 
     Returns:
-        `list[Path]`: what was written.
+        `Path`: what was written.
 
     Raises:
         `FileNotFoundError`: nothing of a run is at `path`. `ValueError`: no such format. `ImportError`: `"png"` without
@@ -47,7 +48,7 @@ def write_report(path: str | Path, output: str | Path | None = None, format: str
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
-    return [output]
+    return output
 
 
 def _html(run: Run) -> bytes:
@@ -107,7 +108,7 @@ def _md(run: Run) -> bytes:
             (f"`{r['key']}`", *map(number, (r["start"], r["end"], r["worst"])), healthy_range(r["healthy"]))
             for r in rows
         ]
-        lines += _md_table(("metric", "start", "end", "worst", "healthy"), cells)
+        lines += _table(("metric", "start", "end", "worst", "healthy"), cells)
     if correction := correction_in_words(mark.get("correction") or {}):
         lines += [f"Correction: {_plain(correction)}", ""]
     if gaps := run.worst_tokens():
@@ -120,29 +121,28 @@ def _md(run: Run) -> bytes:
             for gap in gaps
         ]
         lines += [f"Worst tokens of step {gaps[0].step}:", ""]
-        lines += _md_table(("in context", "p trainer", "p engine", "d", "weight", "position"), cells)
+        lines += _table(("in context", "p trainer", "p engine", "d", "weight", "position"), cells)
     if audit := mark.get("audit"):
         cells = [
             tuple(_plain(str(finding.get(name, ""))) for name in ("code", "found", "cost", "remedy"))
             for finding in audit
         ]
-        lines += ["Audit of the engine:", "", *_md_table(("code", "found", "cost", "remedy"), cells)]
+        lines += ["Audit of the engine:", "", *_table(("code", "found", "cost", "remedy"), cells)]
     if groups := settings(run):
         lines += ["<details><summary>Settings and versions</summary>", ""]
         cells = [(f"{group}", _code(name), _code(value)) for group, values in groups.items() for name, value in values]
-        lines += [*_md_table(("", "name", "value"), cells), "</details>", ""]
+        lines += [*_table(("", "name", "value"), cells), "</details>", ""]
     if run.missing:
         lines += ["Missing:", "", *(f"- {_plain(sentence)}" for sentence in run.missing), ""]
     return "\n".join(lines).encode()
 
 
-def _md_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)] + [""]
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [*markdown_table(head, rows), ""]
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown and HTML leave alone, but for code in backticks."""
-    return "".join(f"&#{ord(c)};" if c in "&<|[]@!" else c for c in one_line(text))
+    return plain(one_line(text))
 
 
 def _code(text: str) -> str:
