@@ -136,7 +136,8 @@ def test_safetensors_of_another_kind_newer_formats_and_missing_tensors_are_named
     ("name", "value"),
     [
         ("step", '"><a href="http://e">x</a>'), ("step", -1), ("step", True), ("rank", "0"), ("reason", 3), ("metrics", []),
-        ("metrics", {"mismatch/k3/mean": "high"}), ("fingerprint", "x"), ("completions", 0.5),
+        ("metrics", {"mismatch/k3/mean": "high"}), ("fingerprint", "x"), ("completions", 0.5), ("fingerprint", {"audit": ["x"]}),
+        ("fingerprint", {"correction": "tis"}),
     ],
 )  # fmt: skip
 def test_a_header_that_holds_something_else_is_refused(tmp_path, name, value):

@@ -128,6 +128,11 @@ def test_a_metric_that_recovers_under_another_name_is_no_accident(tmp_path):
     assert run.verdict.level in ("healthy", "critical") and render_html(run)
 
 
+def test_bounds_that_no_ratio_has_are_not_drawn():
+    correction = {"level": "sequence", "action": "mask", "lower": -1.0, "upper": "3"}
+    assert sequence_bounds(correction) == ([], "The correction has no bound on a whole completion.")
+
+
 def test_names_of_logs_are_escaped_everywhere(tmp_path):
     hostile = 'mismatch/x"><b>bold</b>'
     write_logs(tmp_path, **{hostile: [0.1, 0.2], "mismatch__k3__mean": [1e-4, 1e-4]})

@@ -238,6 +238,11 @@ def read_header(path: str | Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path} is no record of a mismatch: its header has {str(header[name])[:80]!r} as {name}."
             )
+    correction, audit = header["fingerprint"].get("correction") or {}, header["fingerprint"].get("audit") or []
+    if not isinstance(correction, dict) or not isinstance(audit, list) or not all(isinstance(x, dict) for x in audit):
+        raise ValueError(
+            f"{path} is no record of a mismatch: its fingerprint has a correction or an audit that is none."
+        )
     numbers = {"step": header["step"], "completions": header["completions"], **header["metrics"]}
     if any(not isinstance(value, int | float) for value in numbers.values()) or header["step"] < 0:
         raise ValueError(f"{path} is no record of a mismatch: its header has numbers that are none.")

@@ -434,7 +434,7 @@ def sequence_bounds(correction: Mapping[str, Any] | None) -> tuple[list[Sequence
         for level, rule, who in rules
         if level in ("sequence", "geometric")
         for value in (rule.get("lower"), rule.get("upper"))
-        if value
+        if isinstance(value, int | float) and value > 0
     ]
     if correction.get("reject_rate") is not None:
         return [], "Bounds are calibrated for each batch and not drawn."
