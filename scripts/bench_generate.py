@@ -28,7 +28,7 @@ def generator(arguments: argparse.Namespace):
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from scripts.demo import build_smollm2, cached
-    from trl_consistent.rollout.hf import captured
+    from trl_consistent.rollout.transformers import captured
 
     model = AutoModelForCausalLM.from_pretrained(cached("SmolLM2-135M-Instruct", build_smollm2), dtype=torch.float32)
     prompts = torch.randint(1000, 40000, (arguments.batch, 16), generator=torch.Generator().manual_seed(0))

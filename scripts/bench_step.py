@@ -36,9 +36,11 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
     from trl import GRPOConfig, GRPOTrainer
 
     from scripts.demo import build_smollm2, cached
-    from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer, _compat
-    from trl_consistent import trainer as trainer_module
+    from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer
     from trl_consistent.rollout.vllm import consistent_generation
+    from trl_consistent.training import trainer as trainer_module
+    from trl_consistent.upstream.substitution import substituted
+    from trl_consistent.upstream.trl import generation_class_replaced
 
     config, trainer = (GRPOConfig, GRPOTrainer) if kind == "trl" else (ConsistentGRPOConfig, ConsistentGRPOTrainer)
     defaults = {
@@ -66,11 +68,11 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
             ):
                 yield
         else:
-            with _compat.generation_class_replaced(generation):
+            with generation_class_replaced(generation):
                 yield
 
     questions = [f"What is {a} plus {b}? Explain." for a in range(10) for b in range(10)]
-    with engine(), _compat.substituted(trainer_module, consistent_generation=engine):
+    with engine(), substituted(trainer_module, consistent_generation=engine):
         return trainer(
             model=str(cached("SmolLM2-135M-Instruct", build_smollm2)),
             reward_funcs=lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions],

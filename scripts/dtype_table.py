@@ -26,9 +26,9 @@ def sample_vllm(path: str, dtype: str, prompts, tokens: int, fp32_head: bool):
     import torch
     from vllm import LLM, SamplingParams
 
-    from trl_consistent import _compat
+    from trl_consistent.upstream.vllm import plain_cpu_weights
 
-    with _compat.plain_cpu_weights():
+    with plain_cpu_weights():
         engine = LLM(
             path,
             dtype=dtype,
@@ -52,7 +52,7 @@ def sample_transformers(path: str, dtype: str, prompts, tokens: int):
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from trl_consistent.rollout.hf import captured
+    from trl_consistent.rollout.transformers import captured
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)

@@ -25,7 +25,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 
 install_import_hook(
-    [f"trl_consistent.{name}" for name in ("ratios", "kl", "corrections", "metrics", "calibration", "support")],
+    [f"trl_consistent.{name}" for name in ("ratios", "statistics", "support", "correction", "metrics.measure")],
     "beartype.beartype",
 )
 

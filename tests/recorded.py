@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from trl_consistent.records import FOLDER, RECORDS, MismatchRecord
+from trl_consistent.records.record import FOLDER, RECORDS, MismatchRecord
 
 
 def record(step=1, gap=0.0, rows=2, rank=0, width=3, **changes):

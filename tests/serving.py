@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import requests
 import torch
 
-from trl_consistent.rollout.server import start_command
+from trl_consistent.rollout.client import start_command
 
 from .processes import fresh_environment
 

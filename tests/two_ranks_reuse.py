@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.training import LOSS_TYPES, ConsistentGRPOTrainer, train
+from tests.short_training import LOSS_TYPES, ConsistentGRPOTrainer, train
 
 
 model, output = sys.argv[1:3]

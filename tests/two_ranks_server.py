@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.training import ConsistentGRPOTrainer, Keep, build
-from trl_consistent.rollout.server import SocketVLLMClient
+from tests.short_training import ConsistentGRPOTrainer, Keep, build
+from trl_consistent.rollout.client import SocketVLLMClient
 
 
 model, output, url, port = sys.argv[1:5]

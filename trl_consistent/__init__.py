@@ -11,69 +11,69 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
-    "AlertEvent": "alerts",
-    "METRICS": "metrics",
-    "PRESETS": "corrections",
+    "AlertEvent": "metrics.alerts",
+    "METRICS": "metrics.catalogue",
+    "PRESETS": "correction.presets",
     "ConsistentGRPOConfig": "config",
-    "ConsistentGRPOTrainer": "trainer",
-    "Correction": "corrections",
-    "CorrectionResult": "corrections",
-    "Metric": "metrics",
-    "MismatchAlertCallback": "callbacks",
-    "MismatchLRCallback": "callbacks",
-    "MismatchRecord": "records",
-    "MismatchPanelCallback": "callbacks",
-    "MismatchReportCallback": "callbacks",
-    "Rejection": "corrections",
-    "Stat": "metrics",
-    "TrustRegion": "corrections",
-    "correct": "corrections",
-    "correction_metrics": "metrics",
-    "finalize": "metrics",
-    "kl_k1": "kl",
-    "kl_k2": "kl",
-    "kl_k3": "kl",
-    "merge": "metrics",
+    "ConsistentGRPOTrainer": "training.trainer",
+    "Correction": "correction.rules",
+    "CorrectionResult": "correction.weights",
+    "Metric": "metrics.catalogue",
+    "MismatchAlertCallback": "callbacks.alert",
+    "MismatchLRCallback": "callbacks.learning_rate",
+    "MismatchRecord": "records.record",
+    "MismatchPanelCallback": "callbacks.panel",
+    "MismatchReportCallback": "callbacks.report",
+    "Rejection": "correction.rules",
+    "Stat": "statistics",
+    "TrustRegion": "correction.rules",
+    "correct": "correction.weights",
+    "correction_metrics": "metrics.measure",
+    "finalize": "metrics.measure",
+    "kl_k1": "correction.kl",
+    "kl_k2": "correction.kl",
+    "kl_k3": "correction.kl",
+    "merge": "statistics",
     "mismatch_log_ratio": "ratios",
-    "mismatch_metrics": "metrics",
-    "read_records": "records",
-    "reference_kl": "kl",
-    "trust_region_mask": "corrections",
-    "worst_tokens": "records",
+    "mismatch_metrics": "metrics.measure",
+    "read_records": "records.store",
+    "reference_kl": "correction.kl",
+    "trust_region_mask": "correction.weights",
+    "worst_tokens": "records.tokens",
 }
 
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
-    from .alerts import AlertEvent as AlertEvent
-    from .callbacks import MismatchAlertCallback as MismatchAlertCallback
-    from .callbacks import MismatchLRCallback as MismatchLRCallback
-    from .callbacks import MismatchPanelCallback as MismatchPanelCallback
-    from .callbacks import MismatchReportCallback as MismatchReportCallback
+    from .callbacks.alert import MismatchAlertCallback as MismatchAlertCallback
+    from .callbacks.learning_rate import MismatchLRCallback as MismatchLRCallback
+    from .callbacks.panel import MismatchPanelCallback as MismatchPanelCallback
+    from .callbacks.report import MismatchReportCallback as MismatchReportCallback
     from .config import ConsistentGRPOConfig as ConsistentGRPOConfig
-    from .corrections import PRESETS as PRESETS
-    from .corrections import Correction as Correction
-    from .corrections import CorrectionResult as CorrectionResult
-    from .corrections import Rejection as Rejection
-    from .corrections import TrustRegion as TrustRegion
-    from .corrections import correct as correct
-    from .corrections import trust_region_mask as trust_region_mask
-    from .kl import kl_k1 as kl_k1
-    from .kl import kl_k2 as kl_k2
-    from .kl import kl_k3 as kl_k3
-    from .kl import reference_kl as reference_kl
-    from .metrics import METRICS as METRICS
-    from .metrics import Metric as Metric
-    from .metrics import Stat as Stat
-    from .metrics import correction_metrics as correction_metrics
-    from .metrics import finalize as finalize
-    from .metrics import merge as merge
-    from .metrics import mismatch_metrics as mismatch_metrics
+    from .correction.kl import kl_k1 as kl_k1
+    from .correction.kl import kl_k2 as kl_k2
+    from .correction.kl import kl_k3 as kl_k3
+    from .correction.kl import reference_kl as reference_kl
+    from .correction.presets import PRESETS as PRESETS
+    from .correction.rules import Correction as Correction
+    from .correction.rules import Rejection as Rejection
+    from .correction.rules import TrustRegion as TrustRegion
+    from .correction.weights import CorrectionResult as CorrectionResult
+    from .correction.weights import correct as correct
+    from .correction.weights import trust_region_mask as trust_region_mask
+    from .metrics.alerts import AlertEvent as AlertEvent
+    from .metrics.catalogue import METRICS as METRICS
+    from .metrics.catalogue import Metric as Metric
+    from .metrics.measure import correction_metrics as correction_metrics
+    from .metrics.measure import finalize as finalize
+    from .metrics.measure import mismatch_metrics as mismatch_metrics
     from .ratios import mismatch_log_ratio as mismatch_log_ratio
-    from .records import MismatchRecord as MismatchRecord
-    from .records import read_records as read_records
-    from .records import worst_tokens as worst_tokens
-    from .trainer import ConsistentGRPOTrainer as ConsistentGRPOTrainer
+    from .records.record import MismatchRecord as MismatchRecord
+    from .records.store import read_records as read_records
+    from .records.tokens import worst_tokens as worst_tokens
+    from .statistics import Stat as Stat
+    from .statistics import merge as merge
+    from .training.trainer import ConsistentGRPOTrainer as ConsistentGRPOTrainer
 
 
 def __getattr__(name: str):

@@ -14,10 +14,10 @@ def _grpo(argv: list[str]) -> int:
     """`trl grpo` with our classes: the same flags plus ours, launched through accelerate."""
     from importlib.resources import files
 
-    from . import _compat
+    from .upstream.trl import split_launch_arguments
 
     with run.swapped():
-        launch_arguments, script_arguments = _compat.split_launch_arguments(argv)
+        launch_arguments, script_arguments = split_launch_arguments(argv)
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     script = str(files("trl.scripts") / "grpo.py")
@@ -51,19 +51,21 @@ def _add_report(commands: Any) -> None:
 
 
 def _records_list(arguments: argparse.Namespace) -> None:
-    from .tables import listing, print_tables
+    from .records.listing import listing
+    from .tables import print_tables
 
     print_tables([listing(arguments.path)])
 
 
 def _records_show(arguments: argparse.Namespace) -> None:
-    from .tables import details, print_tables
+    from .records.listing import details
+    from .tables import print_tables
 
     print_tables(details(arguments.path, arguments.step, arguments.tokens))
 
 
 def _records_export(arguments: argparse.Namespace) -> None:
-    from .export import export
+    from .records.export import export
 
     count = export(arguments.path, arguments.output, arguments.format)
     print(f"Wrote {count} completions to {arguments.output}.")
@@ -93,7 +95,8 @@ def _count(text: str) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from .compare import compare_runs, is_run, replay
+    from .compare.replay import replay
+    from .compare.runs import compare_runs, is_run
     from .tables import print_json, print_tables
 
     paths, names = arguments.paths, arguments.correction

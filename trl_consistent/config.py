@@ -7,12 +7,12 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from . import _compat
-from .corrections import ACTIONS, NORMALIZATIONS, PRESETS, Correction, Rejection, TrustRegion
-from .kl import REFERENCE_ESTIMATORS
-from .loss import ROW_COUNT_LOSSES, has_entropy_bonus, obstacle, refuse
+from .correction.kl import REFERENCE_ESTIMATORS
+from .correction.loss import ROW_COUNT_LOSSES, has_entropy_bonus, obstacle, refuse
+from .correction.presets import PRESETS
+from .correction.rules import ACTIONS, NORMALIZATIONS, Correction, Rejection, TrustRegion
 from .ratios import LEVELS
-from .support import ORDERS, Sampling
+from .upstream.trl import PASS_THROUGH_MODE
 
 
 logger = logging.getLogger(__name__)
@@ -42,46 +42,6 @@ _ENGINE_KEYS_OF_TRL = {
     "distributed_executor_backend": "TRL runs the engine inside the launcher's processes",
 }
 
-# What each engine reshapes the model's distribution by, besides the temperature, with the neutral values.
-_TRUNCATIONS: dict[str, tuple[Any, ...]] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
-_RESHAPING: dict[str, dict[str, tuple[Any, ...]]] = {
-    "vllm": {
-        **_TRUNCATIONS,
-        "repetition_penalty": (None, 1.0),
-        "presence_penalty": (None, 0.0),
-        "frequency_penalty": (None, 0.0),
-        "min_tokens": (None, 0),
-        "logit_bias": (None, {}),
-        "bad_words": (None, []),
-        "allowed_token_ids": (None,),
-        "structured_outputs": (None,),
-        "vllm_structured_outputs_regex": (None,),
-    },
-    "transformers": {
-        **_TRUNCATIONS,
-        "repetition_penalty": (None, 1.0),
-        "typical_p": (None, 1.0),
-        "epsilon_cutoff": (None, 0.0),
-        "eta_cutoff": (None, 0.0),
-        "top_h": (None,),
-        "min_new_tokens": (None, 0),
-        "min_length": (None, 0),
-        "no_repeat_ngram_size": (None, 0),
-        "suppress_tokens": (None, []),
-        "begin_suppress_tokens": (None, []),
-        "bad_words_ids": (None, []),
-        "sequence_bias": (None, {}),
-        "exponential_decay_length_penalty": (None,),
-        "guidance_scale": (None, 1.0),
-        "watermarking_config": (None,),
-    },
-}
-# transformers drops these processors when it batches continuously
-_DROPPED = ("repetition_penalty", "min_length", "min_new_tokens")
-_RESHAPING["continuous_batching"] = {k: v for k, v in _RESHAPING["transformers"].items() if k not in _DROPPED}
-FOLLOWED = tuple(name for name in Sampling.__dataclass_fields__ if name != "order")
-"""What `rollout_support="recompute"` makes the trainer follow, where the engine has it."""
-
 
 def one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
     """Refuses a value that is not in `valid`; the message lists them."""
@@ -97,31 +57,6 @@ def option(args: Any, name: str) -> Any:
 def setting(args: Any, name: str) -> Any:
     """What the engine is asked for: `generation_kwargs` go before fields of the same name."""
     return (args.generation_kwargs or {}).get(name, getattr(args, name, None))
-
-
-def engine_of(args: Any) -> str:
-    """Which engine a config asks for, a key of `ORDERS`."""
-    batches = args.use_transformers_continuous_batching
-    return "vllm" if args.use_vllm else "continuous_batching" if batches else "transformers"
-
-
-def _reshaping(args: Any, engine: str) -> dict[str, Any]:
-    asked = {name: (setting(args, name), neutral) for name, neutral in _RESHAPING[engine].items()}
-    return {name: value for name, (value, neutral) in asked.items() if value not in neutral}
-
-
-def sampling_of(args: Any, engine: str) -> Sampling:
-    """The settings, beyond the temperature, by which `engine` (a key of `ORDERS`) reshapes the model's distribution."""
-    changes = {name: value for name, value in _reshaping(args, engine).items() if name in FOLLOWED}
-    return Sampling(**changes, order=ORDERS[engine])
-
-
-def unfollowed_sampling(args: Any) -> dict[str, Any]:
-    """Settings that reshape what the engine samples from, and that the trainer's log-probs do not follow."""
-    followed = FOLLOWED if option(args, "rollout_support") == "recompute" else ()
-    changes = {name: value for name, value in _reshaping(args, engine_of(args)).items() if name not in followed}
-    temperature = setting(args, "temperature")
-    return changes if temperature == args.temperature else {"temperature": temperature} | changes
 
 
 def correction_of(args: Any) -> Correction | None:
@@ -580,7 +515,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         if not correction.acts:
             wanted |= {name: defaults[name] for name in names}
         elif correction.action == "none":  # TRL leaves its ratio as it is, and ours takes its place
-            wanted |= dict(zip(names, (_compat.PASS_THROUGH_MODE, None, None), strict=True))
+            wanted |= dict(zip(names, (PASS_THROUGH_MODE, None, None), strict=True))
         else:
             mode = f"{correction.level}_{correction.action}"
             wanted |= dict(zip(names, (mode, correction.lower, correction.upper), strict=True))

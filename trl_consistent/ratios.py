@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mismatch log-ratio `d = old - sampling` and its per-level forms.
 
-Everything that says what a sign, an unscored token or an untrusted token is, stands here; `corrections.py` turns ratios
-into weights, `metrics.py` into numbers to log.
+Everything that says what a sign, an unscored token or an untrusted token is, stands here; `correction/weights.py` turns ratios
+into weights, `metrics/measure.py` into numbers to log.
 
 Shapes: B completions, T completion tokens.
 """

@@ -23,16 +23,17 @@ USAGE = "usage: trl-consistent run SCRIPT.py [ARGUMENTS OF THE SCRIPT ...]"
 @contextlib.contextmanager
 def swapped() -> Iterator[None]:
     """While the block runs, `GRPOTrainer` and `GRPOConfig` imported from TRL are ours."""
-    from . import _compat
     from .config import ConsistentGRPOConfig
-    from .trainer import ConsistentGRPOTrainer
+    from .training.trainer import ConsistentGRPOTrainer
+    from .upstream.substitution import substituted
+    from .upstream.trl import GRPO_MODULES
 
     with contextlib.ExitStack() as stack:
-        for name in _compat.GRPO_MODULES:
+        for name in GRPO_MODULES:
             module = importlib.import_module(name)
             ours = {"GRPOTrainer": ConsistentGRPOTrainer, "GRPOConfig": ConsistentGRPOConfig}
             present = {key: value for key, value in ours.items() if hasattr(module, key)}
-            stack.enter_context(_compat.substituted(module, **present))
+            stack.enter_context(substituted(module, **present))
         yield
 
 

@@ -3,7 +3,7 @@
 
 With truncated sampling the engine reports log-probs over the tokens it kept, and the mean ratio to log-probs over the
 whole vocabulary is the probability mass that was kept, not 1. Here the trainer's logits go through the same steps, in
-tiles, so that (batch, tokens, vocabulary) never exists. `metrics.py` counts what the two sides keep differently.
+tiles, so that (batch, tokens, vocabulary) never exists. `metrics/measure.py` counts what the two sides keep differently.
 
 Shapes: N positions, V vocabulary, P and O tokens of prompt and output before a position; B rows of L tokens.
 """

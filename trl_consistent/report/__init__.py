@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's logs and records say, as one HTML page, a picture, data, or a summary to paste into an issue."""
 
-from .data import Run as Run
-from .data import load_run as load_run
 from .html import render_html as render_html
+from .run import Run as Run
+from .run import load_run as load_run
 from .write import FORMATS as FORMATS
 from .write import write_report as write_report

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from ..ratios import level_log_ratio, scored_tokens
-from ..records import MismatchRecord
-from .data import TRAINING, Curve, Run, metric_of, number
+from ..records.record import MismatchRecord
+from .curve import TRAINING, Curve, metric_of, number
+from .run import Run
 
 
 HINT = "pip install 'trl-consistent[report]'"

@@ -18,9 +18,11 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from .. import __version__
+from ..report import figures
 from ..tables import visible
-from . import figures
-from .data import Curve, Run, Token, healthy_range, number, table, worst_completions
+from .completions import Token, worst_completions
+from .curve import Curve, healthy_range, number
+from .run import Run, table
 
 
 _EVENTS = 40  # alerts that are listed

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ..records import FOLDER, LOGS, STATE, record_files
-from .data import load_run
+from ..records.record import FOLDER, LOGS, STATE
+from ..records.store import record_files
 from .html import render_html, render_notice
+from .run import load_run
 
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..report import figures
 from ..tables import markdown_table, plain
-from . import figures
-from .data import Run, healthy_range, load_run, number, table
+from .curve import healthy_range, number
 from .html import about, correction_in_words, one_line, render_html, settings
+from .run import Run, load_run, table
 
 
 def write_report(path: str | Path, output: str | Path | None = None, format: str | None = None) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _compat
+from ..upstream.substitution import substituted
 
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class SyncLedger:
                 everything |= names or set()
             return everything
 
-        with _compat.substituted(model, load_weights=load_weights):
+        with substituted(model, load_weights=load_weights):
             yield
 
     def check(self, model: Any, plain: bool) -> bool:

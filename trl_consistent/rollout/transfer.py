@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _compat
+from ..upstream.vllm import register_weight_transfer
 
 
 BACKEND = "trl_consistent"
@@ -33,7 +33,7 @@ TIMEOUT = 600.0
 
 def register() -> None:
     """vLLM calls it in each of its processes (entry point `vllm.general_plugins`)."""
-    _compat.register_weight_transfer(BACKEND, f"{__package__}.worker", "SocketWeightTransferEngine")
+    register_weight_transfer(BACKEND, f"{__package__}.worker", "SocketWeightTransferEngine")
 
 
 def described(config: Any) -> dict[str, Any]:

