@@ -22,7 +22,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_consistent import ConsistentGRPOTrainer
-from trl_consistent.rollout import audit as audit_module
+from trl_consistent.rollout import checks
 from trl_consistent.rollout.audit import audit, report, table
 from trl_consistent.rollout.checks import Finding
 from trl_consistent.rollout.engine import EngineSettings
@@ -204,7 +204,7 @@ def test_plain_prompts_for_a_model_that_chats_are_found(tiny_model, tmp_path):
 def test_every_code_has_a_case():
     here = {case.split(" ")[0] for case in PLANTED}
     here |= {"quantized-base", "moe-routing", "absolute-positions", "bos", "chat-template"}
-    calls = [n for n in ast.walk(ast.parse(inspect.getsource(audit_module))) if isinstance(n, ast.Call)]
+    calls = [n for n in ast.walk(ast.parse(inspect.getsource(checks))) if isinstance(n, ast.Call)]
     findings = [call for call in calls if getattr(call.func, "id", "") == "Finding"]
     assert {call.args[0].value for call in findings} == here
 

@@ -152,7 +152,7 @@ def test_tensors_of_a_later_version_are_left_alone(tmp_path):
 WRITER = """
 import sys
 from tests.recorded import record
-from trl_consistent.records import RecordStore
+from trl_consistent.records.store import RecordStore
 store = RecordStore(sys.argv[1], 1000, 10**9)
 print("ready", flush=True)
 for step in range(1, 100000):
@@ -184,8 +184,9 @@ def test_a_run_killed_within_a_write_leaves_the_earlier_records_and_the_next_run
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from tests.recorded import record\n"
-        "from trl_consistent import records\n"
-        "store = records.RecordStore(sys.argv[1], 10, 10**9)\n"
+        "from trl_consistent.records import record as records\n"
+        "from trl_consistent.records.store import RecordStore\n"
+        "store = RecordStore(sys.argv[1], 10, 10**9)\n"
         "store.write(record(1, gap=0.5))\n"
         "def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def half(tensors, path, **k):\n"

@@ -13,7 +13,8 @@ from bs4 import BeautifulSoup
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from trl_consistent import METRICS, ConsistentGRPOTrainer, MismatchReportCallback, callbacks, cli
+from trl_consistent import METRICS, ConsistentGRPOTrainer, MismatchReportCallback, cli
+from trl_consistent.callbacks import report as report_callback
 from trl_consistent.metrics.alerts import replay
 from trl_consistent.records.logs import append_logs, read_logs
 from trl_consistent.records.record import MismatchRecord
@@ -837,8 +838,8 @@ def test_the_logs_of_an_earlier_run_are_set_aside(tmp_path):
 
 def test_only_the_main_process_writes_and_only_once(tmp_path, monkeypatch):
     at_exit = []
-    monkeypatch.setattr(callbacks.atexit, "register", at_exit.append)
-    monkeypatch.setattr(callbacks.atexit, "unregister", lambda call: call in at_exit and at_exit.remove(call))
+    monkeypatch.setattr(report_callback.atexit, "register", at_exit.append)
+    monkeypatch.setattr(report_callback.atexit, "unregister", lambda call: call in at_exit and at_exit.remove(call))
     callback, args, state = MismatchReportCallback(), _Args(tmp_path), _State()
     state.is_world_process_zero = False
     for event in (callback.on_train_begin, callback.on_log, callback.on_train_end):
