@@ -745,10 +745,11 @@ def test_the_command_refuses_a_bad_path_in_one_line(tmp_path, capsys):
     assert error.startswith("trl-consistent: No run at ") and error.count("\n") == 1
 
 
-def test_the_template_is_in_the_package():
+@pytest.mark.parametrize("name", ["template.html", "notice.html", "live.js"])
+def test_what_a_page_is_made_of_is_in_the_package(name):
     from importlib.resources import files
 
-    assert files("trl_consistent.report").joinpath("template.html").is_file()
+    assert files("trl_consistent.report").joinpath(name).is_file()
 
 
 # The callback

@@ -28,54 +28,6 @@ from .run import Run, table
 _EVENTS = 40  # alerts that are listed
 _LEVELS = (0.05, 0.3, 1.0)  # |d| at which a token's color begins and deepens
 _TEXT = 600  # characters of a setting
-_LIVE = """
-const say = (text) => { document.getElementById("live").textContent = text; };
-const gone = "not live: the server does not answer";
-let told = null, shown = document.querySelector("main").outerHTML;
-const news = new EventSource("events");
-news.onopen = () => say("live");
-news.onerror = () => say(gone);
-news.onmessage = async ({data}) => {
-  if (data === told) return;
-  told = data;
-  try {
-    const text = await (await fetch("./", {cache: "no-store"})).text();
-    if (data !== told) return;
-    const page = new DOMParser().parseFromString(text, "text/html"), next = page.querySelector("main");
-    if (next.outerHTML === shown) return;
-    shown = next.outerHTML;
-    const main = document.querySelector("main"), place = [scrollX, scrollY], section = (each) => each.closest("section").id;
-    const open = new Map([...main.querySelectorAll("details")].map((each) => [section(each), each.open]));
-    next.querySelectorAll("details").forEach((each) => { each.open = open.get(section(each)) ?? each.open; });
-    main.replaceWith(next);
-    document.title = page.title;
-    scrollTo(...place);
-  } catch { told = null; say(gone); }
-};
-"""
-_NOTICE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{{ policy }}">
-<meta name="color-scheme" content="light dark">
-<title>{{ name }} · training-inference mismatch</title>
-<style>
-main { max-width: 85ch; margin: 0 auto; padding: 24px 20px; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-</style>
-</head>
-<body>
-<main>
-  <h1>{{ title }}</h1>
-  <p>{{ sentence }}</p>
-  <p>{{ name }} · <span id="live">live</span></p>
-</main>
-<script>{{ script }}</script>
-</body>
-</html>
-"""
-
 _LEADS = {
     "probabilities": "The probability of each token on both sides; on the diagonal they agree.",
     "confidence": "|d| grows with −log p when it is rounding. Large gaps on the left, where the trainer is sure, are not.",
@@ -102,11 +54,10 @@ def render_html(run: Run, live: bool = False) -> str:
     bounds = figures.sequence_bounds(correction)[1]
     leads = {**_LEADS, "sequences": f"{_LEADS['sequences']} {bounds}"}
     completions, tokens = worst_completions(run), run.worst_tokens()
-    page = _environment().from_string(files(__package__).joinpath("template.html").read_text(encoding="utf-8")).render(
+    return _rendered(
+        "template.html",
         run=run,
         live=live,
-        script=Markup(_LIVE),
-        policy=_policy(live),
         light=figures.LIGHT,
         dark=figures.DARK,
         drawn=drawn,
@@ -125,24 +76,34 @@ def render_html(run: Run, live: bool = False) -> str:
         audit=run.fingerprint.get("audit") or [],
         settings=settings(run),
         version=__version__,
-    )  # fmt: skip
-    return page
+    )
 
 
 def render_notice(name: str, title: str, sentence: str) -> str:
     """A live page of a run that cannot be shown: it is replaced as soon as there is a report."""
-    return (
-        _environment()
-        .from_string(_NOTICE)
-        .render(name=name, title=title, sentence=sentence, script=Markup(_LIVE), policy=_policy(live=True))
+    return _rendered("notice.html", live=True, name=name, title=title, sentence=sentence)
+
+
+def _rendered(template: str, live: bool, **values: Any) -> str:
+    """A template of this folder, filled in; a live page brings its script and the policy that allows it."""
+    script = _file("live.js") if live else ""
+    environment = _environment()
+    return environment.from_string(_file(template)).render(
+        live=live, script=Markup(script), policy=_policy(script), **values
     )
 
 
-def _policy(live: bool) -> str:
-    """What the browser lets the page do."""
+def _file(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(script: str) -> str:
+    """Content-Security-Policy of a page that runs this script and no other, or none if it is empty."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    digest = base64.b64encode(hashlib.sha256(_LIVE.encode()).digest()).decode()
-    return policy + (f"; connect-src 'self'; script-src 'sha256-{digest}'" if live else "")
+    if not script:
+        return policy
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"{policy}; connect-src 'self'; script-src 'sha256-{digest}'"
 
 
 def _environment() -> Environment:
