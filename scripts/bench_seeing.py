@@ -44,6 +44,8 @@ def switched(trainer, seeing):
     """A callback that gives every step its turn, and keeps how long it took."""
     from transformers import TrainerCallback
 
+    from tests import inside
+
     def timed(function):
         def call(*args, **kwargs):
             began = time.perf_counter()
@@ -53,7 +55,18 @@ def switched(trainer, seeing):
 
         return call
 
-    recorder, measure, record = trainer._recorder, timed(trainer._mismatch), timed(trainer._record)
+    def timed_or(nothing):
+        """A wrapper: what it wraps is timed, and replaced by `nothing` while everything is off."""
+
+        def wrapper(function):
+            on = timed(function)
+            return lambda *args, **kwargs: (nothing if switch.turn == "off" else on)(*args, **kwargs)
+
+        return wrapper
+
+    recorder = inside.recorder(trainer)
+    inside.wrap_measure(trainer, timed_or(lambda *_, **__: {}))
+    inside.wrap_merge(trainer, timed_or(lambda stats: stats))
     trainer.log = timed(trainer.log)
     quiet = [c for c in trainer.callback_handler.callbacks if c not in seeing]
 
@@ -68,10 +81,7 @@ def switched(trainer, seeing):
                 self.seconds[self.turn].append((now - self.began, self.inside))
             self.turn = TURNS[state.global_step % len(TURNS)]
             off = self.turn == "off"
-            trainer._recorder = None if off else recorder
-            trainer._mismatch = (lambda *a, **k: {}) if off else measure
-            trainer._record = (lambda stats: stats) if off else record
-            recorder._last_step = None if self.turn == "on, recording" else state.global_step + 1
+            inside.set_recorder(trainer, None if off else recorder, writes=self.turn == "on, recording")
             trainer.callback_handler.callbacks = [*quiet, self, *([] if off else seeing)]
             self.began, self.inside = time.perf_counter(), 0.0
 
@@ -81,6 +91,7 @@ def switched(trainer, seeing):
 
 def main() -> None:
     from scripts.bench_step import build, random_generation, step_parser
+    from tests import inside
 
     arguments = step_parser(__doc__, rounds=15).parse_args()
     for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("ACCELERATE_USE_CPU", "true")):
@@ -101,7 +112,7 @@ def main() -> None:
         )  # fmt: skip
         kinds = (MismatchAlertCallback, MismatchPanelCallback, TensorBoardCallback)
         seeing = [c for c in trainer.callback_handler.callbacks if isinstance(c, kinds)]
-        switch = switched(trainer, [*seeing, trainer._recorder])
+        switch = switched(trainer, [*seeing, inside.recorder(trainer)])
         trainer.add_callback(switch)
         trainer.train()
     seconds = {name: values[1:] for name, values in switch.seconds.items()}  # the first ones warm up

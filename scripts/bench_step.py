@@ -36,10 +36,9 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
     from trl import GRPOConfig, GRPOTrainer
 
     from scripts.demo import build_smollm2, cached
+    from tests import inside
     from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer
     from trl_consistent.rollout.vllm import consistent_generation
-    from trl_consistent.training import trainer as trainer_module
-    from trl_consistent.upstream.substitution import substituted
     from trl_consistent.upstream.trl import generation_class_replaced
 
     config, trainer = (GRPOConfig, GRPOTrainer) if kind == "trl" else (ConsistentGRPOConfig, ConsistentGRPOTrainer)
@@ -72,7 +71,7 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
                 yield
 
     questions = [f"What is {a} plus {b}? Explain." for a in range(10) for b in range(10)]
-    with engine(), substituted(trainer_module, consistent_generation=engine):
+    with engine(), inside.consistent_generation_replaced(engine):
         return trainer(
             model=str(cached("SmolLM2-135M-Instruct", build_smollm2)),
             reward_funcs=lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions],
@@ -89,6 +88,9 @@ class Clock:
     def __init__(self, trainer):
         from transformers import TrainerCallback
 
+        from tests import inside
+        from trl_consistent import ConsistentGRPOTrainer
+
         self.steps, self.math, began = [], 0.0, 0.0
         clock = self
 
@@ -101,14 +103,15 @@ class Clock:
                 clock.steps.append((time.perf_counter() - began, clock.math))
 
         trainer.add_callback(Callback())
-        if hasattr(trainer, "_between_forward_and_loss"):
-            trainer._between_forward_and_loss = self.timed(trainer._between_forward_and_loss)
+        if isinstance(trainer, ConsistentGRPOTrainer):
+            inside.wrap_work_in_loss(trainer, self.timed)
 
     def timed(self, function):
         def call(*args, **kwargs):
             began = time.perf_counter()
-            function(*args, **kwargs)
+            output = function(*args, **kwargs)
             self.math += time.perf_counter() - began
+            return output
 
         return call
 

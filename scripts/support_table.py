@@ -29,6 +29,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from datasets import Dataset
 
     from scripts.demo import build_smollm2, cached
+    from tests import inside
     from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer
     from trl_consistent.support import Sampling
 
@@ -60,13 +61,13 @@ def measure(arguments: argparse.Namespace) -> None:
     for settings in SETTINGS:
         for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
             setattr(trainer.vllm_generation, name, settings.get(name, getattr(Sampling, name)))
-        trainer._sampling = Sampling(**settings)
+        inside.set_sampling(trainer, Sampling(**settings))
         batch = trainer._generate_and_score_completions([dict(row) for row in rows])
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         mask = batch["completion_mask"].bool()
-        for where, sampling in (("vocabulary", None), ("support", trainer._sampling)):
-            trainer._sampling = sampling
+        for where, sampling in (("vocabulary", None), ("support", Sampling(**settings))):
+            inside.set_sampling(trainer, sampling)
             with torch.no_grad():
                 logps, _, _ = trainer._get_per_token_logps_and_entropies(
                     trainer.model, ids, attended, mask.shape[1], batch_size=8

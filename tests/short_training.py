@@ -10,10 +10,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer
-from trl_consistent.training import trainer as trainer_module
-from trl_consistent.upstream.substitution import substituted
 from trl_consistent.upstream.trl import generation_class_replaced
 
+from . import inside
 from .tiny import SyntheticGeneration, dataset, letters_reward
 
 
@@ -46,7 +45,7 @@ def synthetic_engine(plant=None):
         with generation_class_replaced(engine):
             yield
 
-    with generation_class_replaced(engine), substituted(trainer_module, consistent_generation=ours):
+    with generation_class_replaced(engine), inside.consistent_generation_replaced(ours):
         yield
 
 

@@ -14,6 +14,7 @@ from trl_consistent import MismatchAlertCallback, finalize
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests import inside
 from tests.tiny import dataset, letters_reward
 
 
@@ -29,27 +30,36 @@ args = GRPOConfig(
 
 
 class Watched(GRPOTrainer):
-    """Keeps each rank's own statistics, and counts collectives, around the merge."""
+    """Keeps the weights of what each rank's loss counts."""
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
-        keep = self._loss_mask(batch).bool()
+        keep = inside.loss_mask(batch).bool()
         weights = batch["importance_sampling_ratio"][keep]
         self.seen[-1] |= {"weights": weights.sum().item(), "kept": keep.sum().item()}
         return batch
 
-    def _record(self, stats):
-        self.seen.append({"local": {k: v.value.tolist() for k, v in stats.items()}, "local_metrics": finalize(stats)})
-        gather, calls = self.accelerator.gather, []
-        self.accelerator.gather = lambda x: calls.append(1) or gather(x)
-        merged = super()._record(stats)
-        self.accelerator.gather = gather
-        self.seen[-1] |= {"merged": {k: v.value.tolist() for k, v in merged.items()}, "collectives": len(calls)}
+
+def watched(merge):
+    """Keeps each rank's own statistics, and counts collectives, around the merge."""
+
+    def call(stats):
+        trainer.seen.append(
+            {"local": {k: v.value.tolist() for k, v in stats.items()}, "local_metrics": finalize(stats)}
+        )
+        gather, calls = trainer.accelerator.gather, []
+        trainer.accelerator.gather = lambda x: calls.append(1) or gather(x)
+        merged = merge(stats)
+        trainer.accelerator.gather = gather
+        trainer.seen[-1] |= {"merged": {k: v.value.tolist() for k, v in merged.items()}, "collectives": len(calls)}
         return merged
+
+    return call
 
 
 trainer = Watched(model=model, reward_funcs=letters_reward, args=args, train_dataset=dataset())
 trainer.seen = []
+inside.wrap_merge(trainer, watched)
 rank = trainer.accelerator.process_index
 generate = trainer.vllm_generation.generate
 

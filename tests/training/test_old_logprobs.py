@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 
 from trl_consistent import ConsistentGRPOConfig
 
+from .. import inside
 from ..short_training import LOSS_TYPES, ConsistentGRPOTrainer, build, noise, synthetic_engine, train
 from ..tiny import SyntheticGeneration
 
@@ -166,7 +167,7 @@ def test_auto_falls_back_and_says_so_once_and_reuse_is_refused(tiny_model, tmp_p
         kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.01), **options)
     said = [record.message for record in caplog.records if "extra forward" in record.message]
     assert len(said) == 1 and reason in said[0] and "old_logprobs='recompute'" in said[0]
-    assert kept.trainer._old_logprobs == "recompute"
+    assert inside.old_logprobs_source(kept.trainer) == "recompute"
     with pytest.raises(ValueError, match=f"`old_logprobs='reuse'` is not possible: .*{reason}.*Set 'recompute'"):
         train(ConsistentGRPOTrainer, tiny_model, tmp_path, old_logprobs="reuse", **options)
 
@@ -183,7 +184,7 @@ def test_dropout_makes_auto_recompute(tiny_model, tmp_path, caplog, kind, monkey
         options["lora"] = True
     with caplog.at_level(logging.WARNING), synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
-        assert trainer._old_logprobs == "recompute"
+        assert inside.old_logprobs_source(trainer) == "recompute"
         assert "dropout is on" in caplog.text
         with pytest.raises(ValueError, match="`old_logprobs='reuse'` is not possible: dropout is on"):
             build(ConsistentGRPOTrainer, tiny_model, tmp_path, old_logprobs="reuse", **options)
@@ -191,9 +192,13 @@ def test_dropout_makes_auto_recompute(tiny_model, tmp_path, caplog, kind, monkey
 
 def test_auto_is_silent_where_it_reuses_and_where_nothing_of_ours_is_set(tiny_model, tmp_path, caplog):
     with caplog.at_level(logging.WARNING), synthetic_engine():
-        assert build(ConsistentGRPOTrainer, tiny_model, tmp_path, correction="tis")._old_logprobs == "reuse"
-        assert build(ConsistentGRPOTrainer, tiny_model, tmp_path)._old_logprobs == "recompute"
-        assert build(ConsistentGRPOTrainer, tiny_model, tmp_path, num_iterations=2)._old_logprobs == "recompute"
+        for options, source in (
+            ({"correction": "tis"}, "reuse"),
+            ({}, "recompute"),
+            ({"num_iterations": 2}, "recompute"),
+        ):
+            trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
+            assert inside.old_logprobs_source(trainer) == source
     assert "forward" not in caplog.text
 
 
@@ -212,7 +217,7 @@ def test_evaluation_reuses_too_and_keeps_out_of_the_training_window(tiny_model, 
             options = {"per_device_eval_batch_size": 4, "eval_strategy": "no", "correction": "tis_geo_rs"}
             trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, old_logprobs=source, **options)
             losses[source] = trainer.evaluate(dataset().select(range(2)))
-            assert not trainer._window and not trainer._micro_batches
+            assert not inside.windows(trainer) and not inside.waiting_micro_batches(trainer)
     for key in ("eval_loss", "eval_mismatch/k3/mean", "eval_correction/rejected_fraction/low"):
         assert losses["reuse"][key] == pytest.approx(losses["recompute"][key], rel=1e-4, abs=1e-6)
 

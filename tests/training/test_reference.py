@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from trl_consistent import ConsistentGRPOConfig
-from trl_consistent.training import trainer as trainer_module
+from trl_consistent.correction.kl import reference_kl
 
+from .. import inside
 from ..short_training import LOSS_TYPES, ConsistentGRPOTrainer, build, noise, synthetic_engine, train
 
 
@@ -21,10 +22,9 @@ def test_our_term_with_trl_s_estimator_is_trl_s_term(tiny_model, tmp_path, loss_
     options |= {"vllm_importance_sampling_mode": "token_truncate", "num_iterations": 2, "steps_per_generation": 2}
     theirs = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.1), **options)
     # k3+ has k3's value; with k3's gradient, too, it is TRL's
-    original = trainer_module.reference_kl
-    monkeypatch.setattr(trainer_module, "reference_kl", lambda ratio, kind, w: original(ratio, kind.strip("+"), w))
+    monkeypatch.setattr(inside.REFERENCE_KL, lambda ratio, kind, w: reference_kl(ratio, kind.strip("+"), w))
     ours = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.1), kl_estimator="k3+", **options)
-    assert ours.trainer._own_kl and not theirs.trainer._own_kl
+    assert inside.adds_own_kl(ours.trainer) and not inside.adds_own_kl(theirs.trainer)
     for step in (0, 1):  # in the second, the policy has left the reference
         for name, gradient in theirs.gradients[step].items():
             scale = max(gradient.abs().max().item(), 1.0)
@@ -144,7 +144,7 @@ def test_a_reset_leaves_the_policy_alone_whatever_initialized_its_adapter(tiny_m
     with torch.no_grad():
         before = trainer.model(input_ids=ids).logits
         for _ in range(2):
-            trainer._reset_reference()
+            inside.reset_reference(trainer)
         assert torch.equal(trainer.model(input_ids=ids).logits, before)
         trainer.model.set_adapter("ref")
         torch.testing.assert_close(trainer.model(input_ids=ids).logits, before)

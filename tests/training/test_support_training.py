@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from trl_consistent.support import Sampling
 from trl_consistent.upstream.substitution import substituted
 
+from .. import inside
 from ..short_training import (
     ConsistentGRPOTrainer,
     GRPOTrainer,
@@ -84,7 +86,7 @@ def test_tokens_outside_the_trainer_s_support_are_counted(tiny_model, tmp_path, 
     options = {"top_p": 0.95, "correction": "tis", "old_logprobs": old_logprobs, "rollout_support": "recompute"}
     with synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options, **ONE_STEP)
-    trainer._sampling = type(trainer._sampling)(top_p=0.6)
+    inside.set_sampling(trainer, Sampling(top_p=0.6))
     trainer.train()
     log = trainer.state.log_history[0]
     assert 0.05 < log["mismatch/outside_support_fraction"] < 0.6
@@ -205,7 +207,7 @@ def test_penalties_on_outputs_are_refused_with_tools(tiny_model, tmp_path):
     options = {"rollout_support": "recompute", "generation_kwargs": {"presence_penalty": 0.5}}
     with synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
-    assert trainer._sampling.presence_penalty == 0.5
+    assert inside.sampling(trainer).presence_penalty == 0.5
     trainer.tools = [tool]
     with pytest.raises(ValueError, match="presence_penalty"):
-        trainer._sampling_to_follow()
+        inside.sampling_to_follow(trainer)

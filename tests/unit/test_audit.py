@@ -35,6 +35,7 @@ from trl_consistent.rollout.precision import (
     weights_dtype,
 )
 
+from .. import inside
 from ..short_training import build, synthetic_engine, train
 from ..tiny import SyntheticGeneration
 from .test_config import config
@@ -283,7 +284,7 @@ def test_a_head_in_float32_is_one_in_generate_under_mixed_precision_too(tiny_mod
         train(ConsistentGRPOTrainer, tiny_model, tmp_path, **{name: True}, **options)
         for name in ("cast_lm_head_to_fp32", "rollout_fp32_lm_head")
     )
-    found = [{f.code for f in audit(k.trainer, k.trainer._engine_settings)} for k in (trainer_only, both)]
+    found = [{f.code for f in audit(k.trainer, inside.engine_settings(k.trainer))} for k in (trainer_only, both)]
     assert found == [{"fp32-head", "bfloat16-twice"}, {"bfloat16-twice"}]
     gaps = [keep.logs[0]["mismatch/abs_diff/mean"] for keep in (trainer_only, both)]
     assert gaps[1] < 0.9 * gaps[0]
@@ -389,7 +390,7 @@ def test_adapters_decode_in_the_trainer_s_precision_when_asked_to(tiny_model, tm
     assert match["mismatch/abs_diff/mean"] < 0.8 * engine["mismatch/abs_diff/mean"]
     with synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_audit="off", **options)
-    assert [f.code for f in audit(trainer, trainer._engine_settings)] == ["dtype"]
+    assert [f.code for f in audit(trainer, inside.engine_settings(trainer))] == ["dtype"]
 
 
 def test_a_plain_config_is_audited_too(tiny_model, tmp_path, caplog):

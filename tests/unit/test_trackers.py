@@ -22,6 +22,7 @@ from trl_consistent.records.tokens import TokenGap
 from trl_consistent.statistics import Histogram, merge
 from trl_consistent.training.trackers import log_histograms, log_worst_tokens
 
+from .. import inside
 from ..short_training import build, noise, synthetic_engine
 
 
@@ -54,7 +55,7 @@ def trained(model, tmp_path, **options):
         told.trainer, windows, log = trainer, [], trainer.log
 
         def seen(logs, start_time=None):
-            windows.append(trainer._window.get("train" if trainer.model.training else "eval", {}))
+            windows.append(inside.window(trainer))
             log(logs, start_time)
 
         trainer.log = seen
