@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_consistent import PRESETS, Correction, Rejection, TrustRegion, cli
-from trl_consistent.compare.replay import DEFAULT, _per_token, in_force, named, replay
+from trl_consistent.compare.replay import DEFAULT, in_force, named, replay, token_factors
 from trl_consistent.compare.runs import compare_runs, is_run
 from trl_consistent.records.logs import append_logs
 
@@ -208,7 +208,7 @@ def test_without_advantages_what_needs_them_is_left_out_and_said(tmp_path, capsy
     assert each["tis", "all"].ess == pytest.approx(49 / 63) and each["tis", "all"].tokens == 12
     assert all(one.bias is one.cosine is None for one in found.outcomes)
     assert ("opsm", "all") not in each
-    assert any("without advantages" in note and "no opsm" in note for note in found.notes)
+    assert any("without advantages" in note and note.endswith("need advantages: opsm.") for note in found.notes)
     assert cli.main(["compare", str(run), "--correction", "tis", "--format", "md"]) == 0
     header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| correction"))
     assert "bias" not in header and "cosine" not in header and "ESS" in header
@@ -244,7 +244,7 @@ def planted(tmp_path, rows, advantages):
 
 def test_a_tiny_sample_gets_no_recommendation(run):
     found = replay([run])
-    assert found.recommended is None and "6 tokens are too few to tell, it takes 1000" in found.reason
+    assert found.recommended is None and "6 tokens are too few for a recommendation, it takes 1000" in found.reason
 
 
 def test_a_healthy_gap_needs_no_correction(tmp_path):
@@ -262,14 +262,14 @@ def test_a_heavy_tail_gets_the_simplest_that_the_errors_allow(tmp_path):
     bias = {each.correction: each.bias_apart for each in found.outcomes if each.group == "all"}
     assert bias["tis"] == pytest.approx(0.065) and bias["seq_tis"] == bias["prefix_tis"] == pytest.approx(0.06)
     assert found.recommended == "tis"
-    assert "which its error does not tell from that of seq_tis (0.06), and it is simpler" in found.reason
+    assert "within its error of that of seq_tis (0.06), and tis is simpler" in found.reason
 
 
 def test_a_bias_beyond_its_error_decides(tmp_path):
     # Ratios 1.2 where A > 0, 1/1.2 where A < 0; completions 1.44 and .694, ESS 1.067^2 / 1.278 = .89.
     # `tis` is off by 2 (1.2 - 1.44) and -2 (.833 - .694): (.48 + .278) / 4 = .19, at an error of .002; `seq_tis` by nothing.
     found = planted(tmp_path, [[1.2, 1.2], [1 / 1.2, 1 / 1.2]] * 500, [1.0, -1.0] * 500)
-    assert found.recommended == "seq_tis" and "is 0, the least" in found.reason
+    assert found.recommended == "seq_tis" and "is 0, the smallest" in found.reason
 
 
 def test_where_sequence_ratios_collapse_the_token_ratio_judges(tmp_path):
@@ -289,7 +289,7 @@ def test_where_neither_ratio_is_fit_there_is_no_bias_and_it_says_so(tmp_path, ca
     found = replay([run])
     assert found.reference is None and all(each.bias is None for each in found.outcomes)
     assert any("There is no bias to show" in note for note in found.notes)
-    assert found.recommended == "tis" and "Without a bias to go by" in found.reason
+    assert found.recommended == "tis" and "no bias to compare" in found.reason
     cli.main(["compare", str(run), "--correction", "none", "--format", "md"])
     assert "no bias to show" in capsys.readouterr().out
 
@@ -297,7 +297,7 @@ def test_where_neither_ratio_is_fit_there_is_no_bias_and_it_says_so(tmp_path, ca
 def test_a_gap_beyond_correction_is_to_be_found(tmp_path):
     # `tis` makes 2 and .05 of e^3 and e^-3: ESS 1.025^2 / 2.001 = .52; the others mask half or all
     found = planted(tmp_path, [[math.exp(3.0)] * 2, [math.exp(-3.0)] * 2] * 250, [1.0, -1.0] * 250)
-    assert found.recommended is None and "Find its cause" in found.reason
+    assert found.recommended is None and "look for the cause of the gap" in found.reason
 
 
 def test_a_correction_that_keeps_half_is_not_recommended(tmp_path):
@@ -305,7 +305,7 @@ def test_a_correction_that_keeps_half_is_not_recommended(tmp_path):
     run = write(tmp_path, record_of([[1.2, 1.2], [1.0, 1.0]] * 500, [1.0, -1.0] * 500, step=1))
     found = replay([run], ["sequence_reject:,1.1"])
     assert found.outcomes[0].ess == 1.0 and found.outcomes[0].rejected == 0.5
-    assert found.recommended is None and "Find its cause" in found.reason
+    assert found.recommended is None and "look for the cause of the gap" in found.reason
 
 
 def test_log_probs_of_other_tokens_are_no_case_for_a_correction(tmp_path):
@@ -410,8 +410,8 @@ def test_dr_grpo_divides_by_the_longest_completion_there_can_be():
     """Not by the longest of a record: 2 tokens of a completion, of 10 or of 100 columns, count the same."""
     mask = torch.zeros(3, 10, dtype=torch.bool)
     mask[:, :2] = True
-    narrow = _per_token(mask, "dr_grpo", longest=400)
-    wide = _per_token(torch.nn.functional.pad(mask, (0, 90)), "dr_grpo", longest=400)
+    narrow = token_factors(mask, "dr_grpo", longest=400)
+    wide = token_factors(torch.nn.functional.pad(mask, (0, 90)), "dr_grpo", longest=400)
     assert narrow[0, 0] == wide[0, 0] == pytest.approx(1 / (3 * 400))
 
 
@@ -457,7 +457,7 @@ def test_what_a_run_lacks_is_said(two, tmp_path):
     assert found.notes == (f"{stock} has no records.",) and found.differences == {} and found.steps == {}
     assert found.metrics["reward"][1].end == 10.0  # of the newest checkpoint
     assert found.healthier is None and "no metric" in found.reason
-    with pytest.raises(FileNotFoundError, match="is no run"):
+    with pytest.raises(FileNotFoundError, match="is not a run"):
         compare_runs(two[0], tmp_path / "nowhere")
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs side by side."""
+"""Compares two runs: settings, logged metrics, and the steps that both recorded."""
 
 import json
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..metrics.catalogue import METRICS
 from ..records.logs import run_logs
-from ..records.record import FOLDER
+from ..records.record import FOLDER, LOGS, STATE
 from ..records.store import Recorded, recorded_steps
 from ..tables import KEY_METRICS, Table, flat, judged
 
@@ -20,60 +21,58 @@ def is_run(path: str | Path) -> bool:
 
 
 EDGE = 3
-"""Logs that make up the start and the end of a run."""
-_CLEARLY = 1.5  # as many times the other k3 is no noise
+"""Number of logs that make up the start of a run, and its end."""
+CLEARLY = 1.5
+"""A k3 that is this many times another one is larger by more than noise."""
 _PLACES = ("output_dir", "run_name", "logging_dir")  # settings that differ between any two runs
 
 
 @dataclass(frozen=True)
 class Course:
-    """A metric over a run."""
+    """How a metric went over a run."""
 
     start: float
     """Mean of the first [`EDGE`] logs."""
     end: float
     """Mean of the last [`EDGE`] logs."""
     worst: float
-    """The value furthest outside the healthy range or, inside, nearest to its bound; of `reward`, the smallest."""
+    """The value farthest outside the healthy range or, if all are inside, nearest to its bound; for `reward`, the smallest."""
     worst_step: int
-    """Where that was."""
+    """The step of that value."""
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What [`compare_runs`] found. Pairs are of the first and the second run, `None` where one has nothing."""
+    """What [`compare_runs`] found. Pairs are first run, second run, with `None` where a run has nothing."""
 
     runs: tuple[str, str]
-    """Their folders."""
+    """The folders of the two runs."""
     healthier: str | None
-    """One of them, or neither."""
+    """The folder of the healthier run, if one is."""
     reason: str
     """Why, in a sentence."""
     differences: dict[str, tuple[Any, Any]]
-    """What the fingerprints of their last records do not agree on, keys joined by dots."""
+    """What the fingerprints of the last records do not agree on, keys joined by dots."""
     metrics: dict[str, tuple[Course | None, Course | None]]
-    """From the logs: `reward`, and the metrics with a healthy range."""
+    """How the logged metrics went: `reward`, and the metrics with a healthy range."""
     steps: dict[int, tuple[dict[str, float], dict[str, float]]]
-    """The metrics of the records at steps that both have."""
+    """The metrics of the records, at the steps that both runs recorded."""
     notes: tuple[str, ...]
     """What is missing."""
 
     def tables(self) -> list[Table]:
-        """For people."""
+        """Three tables for people: settings, logged metrics, recorded steps."""
         title = f"A: {self.runs[0]}   B: {self.runs[1]}"
         differences = [(key, *map(_shown, pair)) for key, pair in self.differences.items()]
-        same = () if differences or self.notes else ("Nothing of settings, engine and versions differs.",)
+        same = () if differences or self.notes else ("Settings, engine and versions are the same.",)
         logged = []
         for key, pair in self.metrics.items():
-            cells: list[Any] = [key]
-            for course in pair:
-                found = (None,) * 3 if course is None else (course.start, course.end, course.worst)
-                cells += [judged(key, value) for value in found] + [None if course is None else course.worst_step]
-            logged.append((*cells, METRICS[key].healthy_text if key in METRICS else ""))
-        recorded = [
-            (step, *(judged(key, metrics.get(key)) for key in KEY_METRICS.values() for metrics in pair))
-            for step, pair in self.steps.items()
-        ]
+            healthy = METRICS[key].healthy_text if key in METRICS else ""
+            logged.append((key, *(cell for course in pair for cell in _cells(key, course)), healthy))
+        recorded = []
+        for step, both in self.steps.items():
+            cells = [judged(key, metrics.get(key)) for key in KEY_METRICS.values() for metrics in both]
+            recorded.append((step, *cells))
         columns = (f"{what} {run}" for run in "AB" for what in ("start", "end", "worst", "at step"))
         return [
             Table(title, ("differs", "A", "B"), differences, same + self.notes),
@@ -87,64 +86,91 @@ class RunComparison:
         ]
 
 
+def _cells(key: str, course: Course | None) -> tuple[Any, ...]:
+    if course is None:
+        return (None, None, None, None)
+    return *(judged(key, value) for value in (course.start, course.end, course.worst)), course.worst_step
+
+
 def _shown(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, float, str)) else json.dumps(value, default=str)
 
 
 def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
-    """Two runs side by side: what they were set to, how their metrics went, and which is healthier.
+    """Compares two runs: what they were set to, how their metrics went, and which one is healthier.
 
-    The healthier run is the one of whose `mismatch/*` metrics fewer end outside their healthy range, among those that
-    both logged; with as many, the one whose k3 ends lower, if by a factor of 1.5; else neither.
+    The healthier run is the one with fewer `mismatch/*` metrics that end outside their healthy range, among those that both
+    runs logged. If both have equally many, it is the one whose k3 ends lower by a factor of at least [`CLEARLY`]. Otherwise
+    neither is.
 
     Args:
         first, second (`str` or `Path`): Output folders.
 
     Raises:
-        `FileNotFoundError`: one of them has neither logs nor records.
+        `FileNotFoundError`: One of them has neither logs nor records.
     """
-    runs, notes = (str(first), str(second)), []
-    recorded, logs = [], []
-    for run in runs:
-        try:
-            recorded.append({each.step: each for each in recorded_steps(run)})
-        except FileNotFoundError:
-            recorded.append({})
-        logs.append(run_logs(run))
-        if not recorded[-1] and not logs[-1]:
-            raise FileNotFoundError(
-                f"{run} is no run: it has no records, no {FOLDER}/logs.jsonl and no trainer_state.json, nor has a "
-                "checkpoint in it."
-            )
-        notes += [
-            f"{run} has no {name}." for name, some in (("records", recorded[-1]), ("logs", logs[-1])) if not some
-        ]
-    prints = [_fingerprint(of_run) for of_run in recorded]
-    keys = dict.fromkeys(key for print in prints for key in print) if all(recorded) else {}
-    differences = {key: (prints[0].get(key), prints[1].get(key)) for key in keys}
+    paths = (str(first), str(second))
+    notes: list[str] = []
+    one, two = (_read(path, notes) for path in paths)
     metrics = {}
     for key in ("reward", *(key for key, metric in METRICS.items() if metric.healthy != (None, None))):
-        pair = _course(key, logs[0]), _course(key, logs[1])
+        pair = _course(key, one.logs), _course(key, two.logs)
         if pair != (None, None):
             metrics[key] = pair
-    common = [step for step in recorded[0] if step in recorded[1]]
-    healthier, reason = _healthier(runs, metrics)
+    healthier, reason = _healthier(paths, metrics)
+    common = [step for step in one.steps if step in two.steps]
     return RunComparison(
-        runs=runs,
+        runs=paths,
         healthier=healthier,
         reason=reason,
-        differences={key: pair for key, pair in differences.items() if pair[0] != pair[1]},
+        differences=_differences(one, two),
         metrics=metrics,
-        steps={step: (recorded[0][step].metrics, recorded[1][step].metrics) for step in common},
+        steps={step: (one.steps[step].metrics, two.steps[step].metrics) for step in common},
         notes=tuple(notes),
     )
 
 
-def _fingerprint(recorded: dict[int, Recorded]) -> dict[str, Any]:
-    """Of the last record, as one level, without what differs between any two runs."""
-    if not recorded:
+@dataclass(frozen=True)
+class _Run:
+    """What was found in an output folder."""
+
+    steps: dict[int, Recorded]
+    """The recorded steps."""
+    logs: list[dict[str, Any]]
+    """One entry a logged step."""
+
+
+def _read(path: str, notes: list[str]) -> _Run:
+    """Reads records and logs of a run; adds a note for what it does not have."""
+    try:
+        steps = {each.step: each for each in recorded_steps(path)}
+    except FileNotFoundError:
+        steps = {}
+    logs = run_logs(path)
+    if not steps and not logs:
+        raise FileNotFoundError(
+            f"{path} is not a run: it has no records, no {FOLDER}/{LOGS} and no {STATE}, and neither has a checkpoint in it."
+        )
+    if not steps:
+        notes.append(f"{path} has no records.")
+    if not logs:
+        notes.append(f"{path} has no logs.")
+    return _Run(steps, logs)
+
+
+def _differences(one: _Run, two: _Run) -> dict[str, tuple[Any, Any]]:
+    """What the two fingerprints do not agree on; nothing if a run has no records."""
+    if not one.steps or not two.steps:
         return {}
-    newest = recorded[max(recorded)].fingerprint
+    first = _fingerprint(one)
+    second = _fingerprint(two)
+    pairs = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _fingerprint(run: _Run) -> dict[str, Any]:
+    """The fingerprint of the last record as one level, without what differs between any two runs."""
+    newest = run.steps[max(run.steps)].fingerprint
     found = flat({name: value for name, value in newest.items() if name != "weights"})
     audit = found.pop("audit", None) or []
     found["audit"] = sorted(finding["code"] for finding in audit if "code" in finding)
@@ -152,40 +178,42 @@ def _fingerprint(recorded: dict[int, Recorded]) -> dict[str, Any]:
 
 
 def _course(key: str, logs: list[dict[str, Any]]) -> Course | None:
-    values = [
-        (float(log[key]), log["step"]) for log in logs if isinstance(log.get(key), (int, float)) and "step" in log
-    ]
-    if not values:
+    """How a metric went; `None` if it was not logged."""
+    logged = [log for log in logs if isinstance(log.get(key), (int, float)) and "step" in log]
+    if not logged:
         return None
-    badness = METRICS[key].badness if key in METRICS else lambda value: -value
-    worst, step = max(values, key=lambda each: badness(each[0]))
-    start, end = ([value for value, _ in part] for part in (values[:EDGE], values[-EDGE:]))
-    return Course(sum(start) / len(start), sum(end) / len(end), worst, step)
+    values = [float(log[key]) for log in logged]
+    badness = METRICS[key].badness if key in METRICS else operator.neg
+    worst = max(range(len(values)), key=lambda index: badness(values[index]))
+    start = values[:EDGE]
+    end = values[-EDGE:]
+    return Course(sum(start) / len(start), sum(end) / len(end), values[worst], logged[worst]["step"])
 
 
 def _healthier(
     runs: tuple[str, str], metrics: dict[str, tuple[Course | None, Course | None]]
 ) -> tuple[str | None, str]:
-    """The rule that [`compare_runs`] documents, and its reason."""
-    both = {
-        key: (pair[0].end, pair[1].end)
-        for key, pair in metrics.items()
-        if key.startswith("mismatch/") and pair[0] is not None and pair[1] is not None
-    }
-    if not both:
-        return None, "There is no metric of the mismatch that both have logged."
-    outside = [[key for key, ends in both.items() if METRICS[key].outside(ends[run])] for run in (0, 1)]
-    if len(outside[0]) != len(outside[1]):
-        better, worse = (0, 1) if len(outside[0]) < len(outside[1]) else (1, 0)
-        listed = ", ".join(f"{key} {both[key][worse]:.3g}" for key in outside[worse])
+    """The healthier run, by the rule that [`compare_runs`] documents, and the reason."""
+    ends = {}
+    for key, (first, second) in metrics.items():
+        if key.startswith("mismatch/") and first is not None and second is not None:
+            ends[key] = (first.end, second.end)
+    if not ends:
+        return None, "There is no metric of the mismatch that both runs have logged."
+    outside = [[key for key, pair in ends.items() if METRICS[key].outside(pair[run])] for run in (0, 1)]
+    numbers = [len(keys) for keys in outside]
+    if numbers[0] != numbers[1]:
+        better = numbers.index(min(numbers))
+        worse = 1 - better
+        listed = ", ".join(f"{key} {ends[key][worse]:.3g}" for key in outside[worse])
         return runs[better], (
-            f"{len(outside[better])} of {len(both)} metrics end outside their healthy range, against "
-            f"{len(outside[worse])} in the other ({listed})."
+            f"{numbers[better]} of {len(ends)} metrics end outside their healthy range, against {numbers[worse]} in the other "
+            f"({listed})."
         )
-    k3 = both.get("mismatch/k3/mean")
-    if k3 is not None and max(k3) > _CLEARLY * min(k3):
-        return runs[k3.index(min(k3))], (
-            f"In both, {len(outside[0])} of {len(both)} metrics end outside their healthy range, but k3 ends at {min(k3):.2g} "
-            f"against {max(k3):.2g} nats."
-        )
-    return None, f"In both, {len(outside[0])} of {len(both)} metrics end outside their healthy range, and k3 is alike."
+    same = f"In both, {numbers[0]} of {len(ends)} metrics end outside their healthy range"
+    k3 = ends.get("mismatch/k3/mean")
+    if k3 is None:
+        return None, f"{same}."
+    if max(k3) > CLEARLY * min(k3):
+        return runs[k3.index(min(k3))], f"{same}, but k3 ends at {min(k3):.2g} against {max(k3):.2g} nats."
+    return None, f"{same}, and the two values of k3 are close."
