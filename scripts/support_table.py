@@ -47,7 +47,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 use_vllm=True,
                 vllm_max_model_length=256,
                 rollout_engine_kwargs={"dtype": arguments.dtype},
-                rollout_support="recompute",
+                rollout_support=True,
                 bf16=False,
                 report_to="none",
                 activation_checkpointing=False,

@@ -23,9 +23,7 @@ MODES = tuple(f"{level}_{action}" for action in ACTIONS if action != "none" for 
 VERIFY_SYNC = ("off", "first", "every")
 OLD_LOGPROBS = ("auto", "recompute", "reuse", "rollout")
 REJECT_BASELINES = ("keep", "exclude")
-BOUNDS = ("fixed", "calibrated")
 KL_RATIOS = ("old", "sampling")
-SUPPORTS = ("off", "recompute")
 PRECISIONS = ("engine", "match", "fp16", "bf16", "fp32")
 AUDITS = ("off", "warn", "strict")
 
@@ -76,13 +74,12 @@ def correction_of(args: Any) -> Correction | None:
         correction = Correction(level, action, *bounds)
     else:
         return None
-    calibrated = option(args, "correction_bounds") == "calibrated"
     return replace(
         correction,
         rejections=correction.rejections + rejections_of(option(args, "correction_rejections") or {}),
         trust_regions=correction.trust_regions + trust_regions_of(option(args, "correction_trust_regions") or {}),
         normalize=option(args, "correction_normalize"),
-        reject_rate=option(args, "correction_reject_rate") if calibrated else None,
+        reject_rate=option(args, "correction_reject_rate"),
     )
 
 
@@ -145,12 +142,11 @@ class ConsistentGRPOConfig(GRPOConfig):
         correction_normalize (`str`, *optional*, defaults to `"none"`):
             Divide the weights by their mean over all ranks, after rejections: `"token"` (mean over kept tokens),
             `"sequence"` (mean over completions of their mean weight) or `"none"`.
-        correction_bounds (`str`, *optional*, defaults to `"fixed"`):
-            `"calibrated"` replaces the bounds on the ratio at the levels `sequence`, `geometric` and `turn`, those of
-            rejections included, by bounds that follow from the length of each completion and the measured noise of the
-            engine. For the first 256 completions of 8 tokens or more, the fixed bounds stay.
-        correction_reject_rate (`float`, *optional*, defaults to `0.01`):
-            Share of healthy completions outside calibrated bounds, whatever their length.
+        correction_reject_rate (`float`, *optional*):
+            Calibrate the bounds on the ratio at the levels `sequence`, `geometric` and `turn`, those of rejections included,
+            so that this share of healthy completions, for example `0.01`, is outside them, whatever their length. The
+            bounds then follow from the length of each completion and the measured noise of the engine; for the first 256
+            completions of 8 tokens or more, the fixed bounds stay. `None` keeps the fixed bounds of the preset or mode.
         correction_trust_regions (`dict[str, float]`, *optional*):
             Masks that look at the current policy and the advantage, with their bounds: `{"tv": 0.15}`, `{"kl": 0.05}`
             (DPPO) or `{"opsm": 0.5}` (off-policy sequence mask), on top of the correction. See [`TrustRegion`].
@@ -180,10 +176,10 @@ class ConsistentGRPOConfig(GRPOConfig):
             Write a [`MismatchRecord`] of the first rollout batch and of one every so many steps (and on the `record` action of
             an alert) to `output_dir/mismatch/`, with what was logged: what `trl-consistent report`, `compare` and
             `records` read. `0` writes nothing.
-        mismatch_record_limit (`int`, *optional*, defaults to `40`):
-            How many records each rank keeps: the newest half, and of the older ones the worst (infinite ratios first, then k3).
         mismatch_record_bytes (`int`, *optional*, defaults to `268435456`):
-            How many bytes they may take together, per rank. A rollout batch that takes more is cut to its worst completions.
+            How many bytes the records of a rank may take together. Of at most 40 records, the newest half is kept, and of the
+            older ones the worst (infinite ratios first, then k3). A rollout batch that takes more is cut to its worst
+            completions.
 
         > Parameters that control the rollout engine
 
@@ -209,11 +205,11 @@ class ConsistentGRPOConfig(GRPOConfig):
             or after `"every"` one and before each generation. Compared are names and checksums of all tensors and, at
             first and where these do not suffice, a short prompt scored by both sides. Weights that did not arrive raise;
             stale ones are synced, with a warning.
-        rollout_support (`str`, *optional*, defaults to `"off"`):
-            `"recompute"` lets the trainer's log-probs (current, old and those of the reference) and entropies follow
+        rollout_support (`bool`, *optional*, defaults to `False`):
+            Let the trainer's log-probs (current, old and those of the reference) and entropies follow
             `top_p`, `top_k`, `min_p`, `repetition_penalty` and, in `generation_kwargs`, `presence_penalty` and
-            `frequency_penalty`, renormalised over the tokens that are kept. With `"off"` they are those of the whole
-            vocabulary, and the mean ratio to the engine is the mass that was kept.
+            `frequency_penalty`, renormalised over the tokens that are kept. With `False` they are those of the
+            whole vocabulary, and the mean ratio to the engine is the mass that was kept.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + [
@@ -245,16 +241,13 @@ class ConsistentGRPOConfig(GRPOConfig):
             "tokens), 'sequence' (mean over completions of their mean weight) or 'none'."
         },
     )
-    correction_bounds: str = field(
-        default="fixed",
+    correction_reject_rate: float | None = field(
+        default=None,
         metadata={
-            "help": "'calibrated' replaces the bounds on sequence, geometric and turn ratios by bounds that follow from "
-            "the length of each completion and the measured noise of the engine; 'fixed' leaves them alone."
+            "help": "Calibrate the bounds on sequence, geometric and turn ratios to the length of each completion and the "
+            "measured noise of the engine, so that this share of healthy completions (for example 0.01) is outside. "
+            "Unset keeps the fixed bounds."
         },
-    )
-    correction_reject_rate: float = field(
-        default=0.01,
-        metadata={"help": "Share of healthy completions outside calibrated bounds, whatever their length."},
     )
     correction_trust_regions: dict | str | None = field(
         default=None,
@@ -302,12 +295,12 @@ class ConsistentGRPOConfig(GRPOConfig):
             "`output_dir/mismatch/`: what `trl-consistent report`, `compare` and `records` read. 0 writes nothing."
         },
     )
-    mismatch_record_limit: int = field(
-        default=40,
-        metadata={"help": "How many records each rank keeps: the newest half, and of the older ones the worst."},
-    )
     mismatch_record_bytes: int = field(
-        default=2**28, metadata={"help": "How many bytes the records of a rank may take together."}
+        default=2**28,
+        metadata={
+            "help": "How many bytes the records of a rank may take together. Of at most 40 records, the newest half "
+            "is kept, and of the older ones the worst."
+        },
     )
     rollout_engine_kwargs: dict | str | None = field(
         default=None,
@@ -348,11 +341,11 @@ class ConsistentGRPOConfig(GRPOConfig):
             "synced, with a warning."
         },
     )
-    rollout_support: str = field(
-        default="off",
+    rollout_support: bool = field(
+        default=False,
         metadata={
-            "help": "'recompute' lets the trainer's log-probs and entropies follow top-p, top-k, min-p and the penalties "
-            "of the engine, renormalised over the tokens that are kept; 'off' leaves them over the whole vocabulary."
+            "help": "Let the trainer's log-probs and entropies follow top-p, top-k, min-p and the penalties of the engine, "
+            "renormalised over the tokens that are kept, instead of taking them over the whole vocabulary."
         },
     )
 
@@ -367,12 +360,11 @@ class ConsistentGRPOConfig(GRPOConfig):
         self._apply_precision()
         super().__post_init__()
         one_of("old_logprobs", self.old_logprobs, OLD_LOGPROBS)
-        if self.rollout_support == "replay":
+        if not isinstance(self.rollout_support, bool):
             raise ValueError(
-                "`rollout_support='replay'` would take the tokens that were kept from vLLM's `return_sampling_mask`, which "
-                "this version does not read: set `rollout_support='recompute'`."
+                f"`rollout_support` is {self.rollout_support!r}. Expected `True` (the trainer's log-probs follow the engine's "
+                "top-p, top-k, min-p and penalties) or `False`."
             )
-        one_of("rollout_support", self.rollout_support, SUPPORTS)
         one_of("kl_estimator", self.kl_estimator, REFERENCE_ESTIMATORS)
         one_of("kl_bias_correction_ratio", self.kl_bias_correction_ratio, KL_RATIOS)
         if self.kl_bias_correction_ratio == "sampling" and not self.use_bias_correction_kl:
@@ -381,7 +373,7 @@ class ConsistentGRPOConfig(GRPOConfig):
             )
         if self.ref_reset_steps is not None and self.ref_reset_steps < 1:
             raise ValueError(f"`ref_reset_steps` is {self.ref_reset_steps}. Expected a number of steps, or nothing.")
-        for name, least in (("steps", 0), ("limit", 1), ("bytes", 1)):
+        for name, least in (("steps", 0), ("bytes", 1)):
             if (value := getattr(self, f"mismatch_record_{name}")) < least:
                 raise ValueError(f"`mismatch_record_{name}` is {value}. Expected {least} or more.")
         if self.beta == 0.0:
@@ -390,7 +382,6 @@ class ConsistentGRPOConfig(GRPOConfig):
                     raise ValueError(f"`{name}={getattr(self, name)!r}` needs a KL term: set `beta`.")
         if self.ref_reset_steps is not None and self.sync_ref_model:
             raise ValueError("`ref_reset_steps` and `sync_ref_model` both move the reference. Set one of the two.")
-        one_of("correction_bounds", self.correction_bounds, BOUNDS)
         one_of("correction_reject_baseline", self.correction_reject_baseline, REJECT_BASELINES)
         for name in ("correction_rejections", "correction_trust_regions", "rollout_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):  # TRL has parsed it if it was a JSON object
@@ -399,7 +390,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         one_of("correction_normalize", self.correction_normalize, NORMALIZATIONS)
         correction = correction_of(self)  # checks the bounds
         if correction is None or self.correction == "none":
-            for name in ("rejections", "trust_regions", "normalize", "reject_baseline", "bounds"):
+            for name in ("rejections", "trust_regions", "normalize", "reject_baseline", "reject_rate"):
                 value, default = getattr(self, f"correction_{name}"), type(self).__dataclass_fields__
                 if value not in (default[f"correction_{name}"].default, {}):
                     raise ValueError(
@@ -489,12 +480,6 @@ class ConsistentGRPOConfig(GRPOConfig):
 
     def _check_use(self, correction: Correction) -> None:
         """Refuses settings that could change nothing."""
-        rate = type(self).__dataclass_fields__["correction_reject_rate"].default
-        if self.correction_bounds == "fixed" and self.correction_reject_rate != rate:
-            raise ValueError(
-                f"`correction_reject_rate={self.correction_reject_rate}` is for calibrated bounds: set "
-                "`correction_bounds='calibrated'`, too."
-            )
         if self.correction_reject_baseline == "exclude" and not correction.rejects:
             raise ValueError(
                 "`correction_reject_baseline='exclude'` is for completions that are rejected, and this correction rejects "
@@ -537,7 +522,7 @@ class ConsistentGRPOConfig(GRPOConfig):
         """Refuses sampling settings with which a ratio means nothing; the audit speaks of the rest."""
         overrides = self.generation_kwargs or {}
         temperature = setting(self, "temperature")
-        if temperature != self.temperature and (self.correction is not None or self.rollout_support != "off"):
+        if temperature != self.temperature and (self.correction is not None or self.rollout_support):
             raise ValueError(
                 f"`generation_kwargs={{'temperature': {temperature}}}` changes what the engine samples from, but the "
                 f"trainer computes its log-probs at `temperature={self.temperature}`, so every ratio is off. Set "

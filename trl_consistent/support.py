@@ -285,7 +285,7 @@ class RestrictedHead:
         if self._forwards:
             raise RuntimeError(
                 "The log-probs were not computed by TRL's fused LM head, so `rollout_support` had no effect on them: the "
-                "model has a forward of its own. Set `rollout_support='off'`."
+                "model has a forward of its own. Set `rollout_support=False`."
             )
         return torch.cat(self._outside)
 
@@ -314,7 +314,7 @@ class RestrictedHead:
         if len(rows) != len(hidden):
             raise ValueError(
                 f"`rollout_support` knows of {len(rows)} scored tokens, but the model scores {len(hidden)}: adapters that "
-                "add virtual tokens (prompt tuning) are not supported. Set `rollout_support='off'`."
+                "add virtual tokens (prompt tuning) are not supported. Set `rollout_support=False`."
             )
         start = tokens.shape[1] - self.completion_length
         positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -143,7 +143,7 @@ def test_tensorboard_holds_the_metrics(tiny_model, tmp_path):
     keep = Keep()
     trainer = build(
         ConsistentGRPOTrainer, tiny_model, tmp_path, callbacks=[keep], **ENGINE, max_steps=2, correction="dppo_tv",
-        report_to="tensorboard", beta=0.1, top_p=0.9, rollout_support="recompute",
+        report_to="tensorboard", beta=0.1, top_p=0.9, rollout_support=True,
     )  # fmt: skip
     trainer.train()
     events = [path.parent for path in tmp_path.rglob("events.out.tfevents.*")]

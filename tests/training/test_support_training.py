@@ -44,7 +44,7 @@ def test_on_the_engine_s_support_the_ratio_is_one(tiny_model, tmp_path, settings
         ConsistentGRPOTrainer,
         tiny_model,
         tmp_path,
-        rollout_support="recompute",
+        rollout_support=True,
         old_logprobs=old_logprobs,
         **options,
     ).logs[:3]
@@ -59,7 +59,7 @@ def test_on_the_engine_s_support_the_ratio_is_one(tiny_model, tmp_path, settings
 
 
 def test_settings_in_generation_kwargs_count(tiny_model, tmp_path):
-    options = {"top_p": 0.5, "generation_kwargs": {"top_p": 0.9, "top_k": 9}, "rollout_support": "recompute"}
+    options = {"top_p": 0.5, "generation_kwargs": {"top_p": 0.9, "top_k": 9}, "rollout_support": True}
     log = train(ConsistentGRPOTrainer, tiny_model, tmp_path, **options).logs[0]
     assert log["mismatch/abs_diff/max"] < 5e-5
 
@@ -68,7 +68,7 @@ def test_settings_in_generation_kwargs_count(tiny_model, tmp_path):
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reuse_is_recompute_on_the_support(tiny_model, tmp_path, lora, beta):
     options = {
-        "rollout_support": "recompute",
+        "rollout_support": True,
         "correction": "tis_two_sided",
         "lora": lora,
         "beta": beta,
@@ -83,7 +83,7 @@ def test_reuse_is_recompute_on_the_support(tiny_model, tmp_path, lora, beta):
 @pytest.mark.parametrize("old_logprobs", ["recompute", "reuse"])
 def test_tokens_outside_the_trainer_s_support_are_counted(tiny_model, tmp_path, old_logprobs):
     # the engine keeps the mass .95 and the trainer .6 of it: tokens beyond are the trainer's sampled tokens all the same
-    options = {"top_p": 0.95, "correction": "tis", "old_logprobs": old_logprobs, "rollout_support": "recompute"}
+    options = {"top_p": 0.95, "correction": "tis", "old_logprobs": old_logprobs, "rollout_support": True}
     with synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options, **ONE_STEP)
     inside.set_sampling(trainer, Sampling(top_p=0.6))
@@ -95,7 +95,7 @@ def test_tokens_outside_the_trainer_s_support_are_counted(tiny_model, tmp_path, 
 
 @pytest.mark.parametrize("old_logprobs", ["recompute", "reuse"])
 def test_what_the_reference_would_drop_is_not_counted(tiny_model, tmp_path, old_logprobs):
-    options = {"top_p": 0.8, "correction": "tis", "old_logprobs": old_logprobs, "rollout_support": "recompute"}
+    options = {"top_p": 0.8, "correction": "tis", "old_logprobs": old_logprobs, "rollout_support": True}
     with synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, beta=0.1, **options, **ONE_STEP)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_three_steps_equal_those_of_a_dense_reference(tiny_model, tmp_path, opti
     options = {**SETTINGS[-1], "learning_rate": 1e-3, "temperature": 0.9, "max_grad_norm": 1e9, **options}
     if "gradient_checkpointing" in options:
         options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    ours = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.3), rollout_support="recompute", **options)
+    ours = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.3), rollout_support=True, **options)
     with dense_forward(SETTINGS[-1], 0.9):
         theirs = train(GRPOTrainer, tiny_model, tmp_path, plant=noise(0.3), **options)
     for got, want in zip(ours.gradients, theirs.gradients, strict=True):
@@ -149,14 +149,14 @@ def test_three_steps_equal_those_of_a_dense_reference(tiny_model, tmp_path, opti
 
 
 def test_the_reference_is_restricted_too_so_that_its_kl_starts_at_zero(tiny_model, tmp_path):
-    options = {**SETTINGS[-1], "beta": 0.1, **ONE_STEP, "rollout_support": "recompute"}
+    options = {**SETTINGS[-1], "beta": 0.1, **ONE_STEP, "rollout_support": True}
     for lora in (False, True):
         log = train(ConsistentGRPOTrainer, tiny_model, tmp_path, lora=lora, **options).logs[0]
         assert abs(log["kl"]) < 1e-6
 
 
 def test_bf16_training_works(tiny_model, tmp_path):
-    options = {**SETTINGS[-1], "rollout_support": "recompute", "correction": "tis"}
+    options = {**SETTINGS[-1], "rollout_support": True, "correction": "tis"}
     keep = train(ConsistentGRPOTrainer, tiny_model, tmp_path, bf16=True, **options)
     assert keep.logs[0]["mismatch/abs_diff/mean"] < 0.1  # the engine computes in float32
     assert all(x.isfinite().all() for x in keep.gradients[0].values())
@@ -165,13 +165,13 @@ def test_bf16_training_works(tiny_model, tmp_path):
 def test_neutral_settings_leave_trl_s_head_in_place_bit_for_bit(tiny_model, tmp_path):
     assert_same_training(
         train(GRPOTrainer, tiny_model, tmp_path, plant=noise(0.2)),
-        train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.2), rollout_support="recompute"),
+        train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.2), rollout_support=True),
     )
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS, {"top_p": 0.75, "min_p": 0.2}], ids=ids)
 def test_it_follows_transformers_generate(tiny_model, tmp_path, settings):
-    options = {"use_vllm": False, "rollout_support": "recompute", "temperature": 0.9, **settings}
+    options = {"use_vllm": False, "rollout_support": True, "temperature": 0.9, **settings}
     trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
     tokenizer = trainer.processing_class
     encoded = tokenizer([row["prompt"] for row in dataset().select(range(4))], return_tensors="pt", padding=True,
@@ -204,7 +204,7 @@ def test_penalties_on_outputs_are_refused_with_tools(tiny_model, tmp_path):
         """
         return a
 
-    options = {"rollout_support": "recompute", "generation_kwargs": {"presence_penalty": 0.5}}
+    options = {"rollout_support": True, "generation_kwargs": {"presence_penalty": 0.5}}
     with synthetic_engine():
         trainer = build(ConsistentGRPOTrainer, tiny_model, tmp_path, **options)
     assert inside.sampling(trainer).presence_penalty == 0.5

@@ -373,7 +373,7 @@ def test_calibrated_bounds_reject_at_their_rate_and_find_what_is_planted(tiny_mo
         return [lp + planted + 0.05**2 / 2 for lp in noisy(ids, logps)]
 
     options = {"vllm_importance_sampling_mode": "geometric_reject", "vllm_importance_sampling_clip_max": None}
-    options |= {"correction_bounds": "calibrated", "correction_reject_rate": 0.05, "max_steps": 6}
+    options |= {"correction_reject_rate": 0.05, "max_steps": 6}
     # without fixed bounds, all pass during the warm-up
     kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=plant, old_logprobs=source, **big(**options))
     low, high = ([log[f"correction/rejected_fraction/{side}"] for log in kept.logs[:6]] for side in ("low", "high"))
@@ -386,7 +386,7 @@ def test_calibrated_bounds_reject_at_their_rate_and_find_what_is_planted(tiny_mo
 
 def test_fixed_bounds_stay_until_the_noise_is_known_and_calibrated_ones_replace_trl_s_own(tiny_model, tmp_path):
     # every completion has a ratio of e^2 = 7.4, above TRL's 3
-    trainer = trainer_with(tiny_model, tmp_path, plant=constant(2.0), correction_bounds="calibrated")
+    trainer = trainer_with(tiny_model, tmp_path, plant=constant(2.0), correction_reject_rate=0.01)
     scored = (batch := batch_of(trainer))["completion_mask"].bool()
     assert batch["importance_sampling_ratio"][scored].max() == 0
     # sigma 1: of six tokens, healthy log-ratios are -3 +- 2.6 * 2.4
@@ -398,7 +398,7 @@ def test_fixed_bounds_stay_until_the_noise_is_known_and_calibrated_ones_replace_
 
 def test_noise_that_cannot_be_measured_is_told(tiny_model, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(inside.NOISE_BATCHES, 2)
-    options = {"correction": "seq_tis", "correction_bounds": "calibrated"}  # completions are of 6 tokens
+    options = {"correction": "seq_tis", "correction_reject_rate": 0.01}  # completions are of 6 tokens
     with caplog.at_level(logging.WARNING):
         kept = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(2.0), **options)
     assert caplog.text.count("still uses the fixed bounds") == 1
@@ -406,7 +406,7 @@ def test_noise_that_cannot_be_measured_is_told(tiny_model, tmp_path, caplog, mon
 
 
 def test_the_noise_is_in_the_checkpoint(tiny_model, tmp_path):
-    options = {"correction": "geo_mis", "correction_bounds": "calibrated", "save_strategy": "steps", "save_steps": 1}
+    options = {"correction": "geo_mis", "correction_reject_rate": 0.01, "save_strategy": "steps", "save_steps": 1}
     first = train(ConsistentGRPOTrainer, tiny_model, tmp_path, plant=noise(0.05), max_steps=4, **big(**options))
     path = f"{first.trainer.args.output_dir}/checkpoint-4"
     with synthetic_engine(noise(0.05)):

@@ -84,7 +84,7 @@ PLANTED = {
     ),
     "raw-logprobs": ({"engine": engine(logprobs_mode="raw_logprobs")}, {}),
     "temperature": ({"generation_kwargs": {"temperature": 0.7}}, {"temperature": 0.7}),
-    "reshaped-sampling": ({"top_p": 0.8}, {"top_p": 0.8, "rollout_support": "recompute"}),
+    "reshaped-sampling": ({"top_p": 0.8}, {"top_p": 0.8, "rollout_support": True}),
     "reshaped-sampling of transformers": (
         {"use_vllm": False, "generation_kwargs": {"typical_p": 0.5}},
         {"use_vllm": False, "generation_kwargs": {"presence_penalty": 0.5}},  # which transformers does not know
@@ -214,7 +214,7 @@ def test_findings_are_printed_once_and_strictness_refuses_them(tiny_model, tmp_p
     with synthetic_engine(), caplog.at_level(logging.INFO):
         build(ConsistentGRPOTrainer, tiny_model, tmp_path, top_p=0.8)
     [record] = [record for record in caplog.records if "disagree" in record.message]
-    assert record.levelno == logging.WARNING and "rollout_support='recompute'" in record.message
+    assert record.levelno == logging.WARNING and "rollout_support=True" in record.message
     with synthetic_engine(), pytest.raises(ValueError, match="(?s)`rollout_audit='strict'`.*reshaped-sampling"):
         build(ConsistentGRPOTrainer, tiny_model, tmp_path, top_p=0.8, rollout_audit="strict")
     caplog.clear()

@@ -10,6 +10,7 @@ from trl_consistent import ConsistentGRPOConfig
 from trl_consistent.config import MODES, correction_of
 from trl_consistent.correction.presets import PRESETS
 from trl_consistent.correction.rules import Correction, Rejection, TrustRegion
+from trl_consistent.records.store import MAX_RECORDS
 from trl_consistent.rollout.reshaping import sampling_of, unfollowed_sampling
 from trl_consistent.support import Sampling
 
@@ -29,15 +30,13 @@ OUR_FIELDS = {
     "correction": None,
     "correction_rejections": None,
     "correction_trust_regions": None,
-    "correction_bounds": "fixed",
-    "correction_reject_rate": 0.01,
+    "correction_reject_rate": None,
     "correction_reject_baseline": "keep",
     "old_logprobs": "auto",
     "kl_estimator": "k3",
     "kl_bias_correction_ratio": "old",
     "ref_reset_steps": None,
     "mismatch_record_steps": 50,
-    "mismatch_record_limit": 40,
     "mismatch_record_bytes": 268435456,
     "rollout_engine_kwargs": None,
     "rollout_precision": "engine",
@@ -45,7 +44,7 @@ OUR_FIELDS = {
     "rollout_deterministic": False,
     "rollout_audit": "warn",
     "rollout_verify_sync": "every",
-    "rollout_support": "off",
+    "rollout_support": False,
 }
 
 
@@ -72,6 +71,7 @@ def test_docstring_and_help_name_the_same_options_and_defaults():
     for preset in PRESETS:
         assert f"'{preset}'" in ConsistentGRPOConfig.__dataclass_fields__["correction"].metadata["help"]
         assert f'"{preset}"' in ConsistentGRPOConfig.__doc__
+    assert f"at most {MAX_RECORDS} records" in ConsistentGRPOConfig.__doc__
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "none"])
@@ -230,7 +230,7 @@ def test_engine_arguments_that_reach_nobody_warn(tmp_path, caplog):
     assert "`rollout_engine_kwargs={'dtype': 'float32'}` is ignored" in caplog.text
 
 
-@pytest.mark.parametrize("name, value, least", [("steps", -1, 0), ("limit", 0, 1), ("bytes", 0, 1)])
+@pytest.mark.parametrize("name, value, least", [("steps", -1, 0), ("bytes", 0, 1)])
 def test_limits_of_records_are_checked(tmp_path, name, value, least):
     with pytest.raises(ValueError, match=f"`mismatch_record_{name}` is {value}. Expected {least} or more"):
         config(tmp_path, **{f"mismatch_record_{name}": value})
@@ -295,20 +295,16 @@ def test_normalization_reaches_the_correction_and_needs_one(tmp_path):
 
 
 def test_calibrated_bounds_reach_the_correction(tmp_path):
-    args = config(tmp_path, use_vllm=True, correction="tis_geo_rs", correction_bounds="calibrated")
+    args = config(tmp_path, use_vllm=True, correction="tis_geo_rs", correction_reject_rate=0.01)
     assert correction_of(args).reject_rate == 0.01 and correction_of(args).calibrated_levels == {"geometric"}
-    args = config(
-        tmp_path, use_vllm=True, correction="seq_mis", correction_bounds="calibrated", correction_reject_rate=0.05
-    )
+    args = parsed(tmp_path, "--correction", "seq_mis", "--correction_reject_rate", "0.05")
     assert correction_of(args).reject_rate == 0.05 and correction_of(args).calibrated_levels == {"sequence"}
     with pytest.raises(ValueError, match="at one of the levels sequence, geometric, turn, got token_truncate"):
-        config(tmp_path, use_vllm=True, correction="tis", correction_bounds="calibrated")
+        config(tmp_path, use_vllm=True, correction="tis", correction_reject_rate=0.01)
     with pytest.raises(ValueError, match="reject_rate is 1.5. Expected a share"):
-        config(
-            tmp_path, use_vllm=True, correction="geo_mis", correction_bounds="calibrated", correction_reject_rate=1.5
-        )
-    with pytest.raises(ValueError, match="`correction_bounds='calibrated'` needs a correction"):
-        config(tmp_path, correction_bounds="calibrated")
+        config(tmp_path, use_vllm=True, correction="geo_mis", correction_reject_rate=1.5)
+    with pytest.raises(ValueError, match="`correction_reject_rate=0.01` needs a correction"):
+        config(tmp_path, correction_reject_rate=0.01)
 
 
 def test_trust_regions_from_the_command_line(tmp_path):
@@ -335,7 +331,6 @@ def test_trust_regions_of_the_wrong_form_are_refused(tmp_path, regions, message)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"correction_reject_rate": 0.3}, "`correction_reject_rate=0.3` is for calibrated bounds"),
         ({"correction_reject_baseline": "exclude"}, "this correction rejects none"),
         ({"correction": "opsm", "correction_normalize": "token"}, "has no weights"),
     ],
@@ -369,16 +364,16 @@ def test_what_support_follows_is_followed_and_the_rest_is_not(tmp_path):
         "top_p": 0.9,
         "generation_kwargs": {"frequency_penalty": 0.1, "logit_bias": {3: 1.0}},
     }
-    assert unfollowed_sampling(config(tmp_path, **reshaped, rollout_support="recompute")) == {"logit_bias": {3: 1.0}}
+    assert unfollowed_sampling(config(tmp_path, **reshaped, rollout_support=True)) == {"logit_bias": {3: 1.0}}
     assert unfollowed_sampling(config(tmp_path, **reshaped)).keys() == {"top_p", "frequency_penalty", "logit_bias"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout_support": "exact"}, "Expected one of: off, recompute"),
-        ({"rollout_support": "replay"}, "return_sampling_mask"),
-        ({"rollout_support": "recompute", "generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
+        ({"rollout_support": "recompute"}, "`rollout_support` is 'recompute'. Expected `True` .* or `False`"),
+        ({"rollout_support": "off"}, "`rollout_support` is 'off'. Expected `True` .* or `False`"),
+        ({"rollout_support": True, "generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
     ],
     ids=lambda value: str(value)[:20],
 )

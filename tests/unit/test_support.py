@@ -333,7 +333,7 @@ def test_no_more_logits_exist_than_one_tile(monkeypatch):
 
 def test_a_forward_that_does_not_come_through_the_head_is_an_error():
     ids, mask, *_ = batch()
-    with pytest.raises(RuntimeError, match="rollout_support='off'"):
+    with pytest.raises(RuntimeError, match="rollout_support=False"):
         _ = RestrictedHead(Sampling(top_p=0.8), ids, mask, T).outside
 
 

@@ -16,6 +16,9 @@ from .record import FOLDER, LOGS, RECORDS, MismatchRecord, _joined, merge_ranks,
 
 logger = logging.getLogger(__name__)
 
+MAX_RECORDS = 40
+"""How many records each rank of a training keeps."""
+
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.safetensors")
 
 

@@ -111,7 +111,7 @@ def _sampling(trainer: Any, engine: EngineSettings) -> Iterator[Finding]:
                 "reshaped-sampling",
                 f"{name}={value} reshapes what the engine samples from; the trainer computes without it",
                 "ratios are off by the probability that was cut (0.9 of it kept at top-p 0.8)",
-                f"rollout_support='recompute', or no {name}" if name in FOLLOWED else f"no {name}",
+                f"rollout_support=True, or no {name}" if name in FOLLOWED else f"no {name}",
             )
 
 

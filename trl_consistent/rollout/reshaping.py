@@ -45,7 +45,7 @@ _RESHAPING: dict[str, dict[str, tuple[Any, ...]]] = {
 _DROPPED = ("repetition_penalty", "min_length", "min_new_tokens")
 _RESHAPING["continuous_batching"] = {k: v for k, v in _RESHAPING["transformers"].items() if k not in _DROPPED}
 FOLLOWED = tuple(name for name in Sampling.__dataclass_fields__ if name != "order")
-"""What `rollout_support="recompute"` makes the trainer follow, where the engine has it."""
+"""What `rollout_support` makes the trainer follow, where the engine has it."""
 
 
 def engine_of(args: Any) -> str:
@@ -67,7 +67,7 @@ def sampling_of(args: Any, engine: str) -> Sampling:
 
 def unfollowed_sampling(args: Any) -> dict[str, Any]:
     """Settings that reshape what the engine samples from, and that the trainer's log-probs do not follow."""
-    followed = FOLLOWED if option(args, "rollout_support") == "recompute" else ()
+    followed = FOLLOWED if option(args, "rollout_support") else ()
     changes = {name: value for name, value in _reshaping(args, engine_of(args)).items() if name not in followed}
     temperature = setting(args, "temperature")
     return changes if temperature == args.temperature else {"temperature": temperature} | changes

@@ -24,7 +24,7 @@ from ..correction.weights import CorrectionResult
 from ..metrics.measure import finalize
 from ..records.logs import append_logs
 from ..records.record import FOLDER, RECORDS, TOKENIZER, MismatchRecord, merge_ranks
-from ..records.store import RecordStore, set_aside, severity
+from ..records.store import MAX_RECORDS, RecordStore, set_aside, severity
 from ..records.tokens import worst_tokens
 from ..rollout.checks import Finding
 from ..rollout.engine import EngineSettings
@@ -113,8 +113,10 @@ class Recorder(TrainerCallback):
         self._trainer, self._fingerprint = trainer, fingerprint
         self._every = option(args, "mismatch_record_steps")
         self.folder = Path(args.output_dir, FOLDER)
-        limits = (option(args, "mismatch_record_limit"), option(args, "mismatch_record_bytes"))
-        self._store = RecordStore(self.folder / RECORDS, *limits, rank=trainer.accelerator.process_index)
+        most_bytes = option(args, "mismatch_record_bytes")
+        self._store = RecordStore(
+            self.folder / RECORDS, MAX_RECORDS, most_bytes, rank=trainer.accelerator.process_index
+        )
         self._failed = False
         self._forget()
 

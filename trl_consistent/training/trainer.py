@@ -175,7 +175,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         decoding = None if self.use_vllm or self.rollout_func else self.generation_config.get_generation_mode()
         self._captures = decoding == GenerationMode.SAMPLE
         self._old_logprobs = self._source_of_old_logprobs()
-        if option(self.args, "rollout_support") == "recompute":
+        if option(self.args, "rollout_support"):
             self._sampling = self._sampling_to_follow()
         estimator, ratio = (option(self.args, f"kl_{name}") for name in ("estimator", "bias_correction_ratio"))
         self._own_kl = self.beta != 0.0 and (estimator != "k3" or ratio != "old")
@@ -274,7 +274,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
                 "tell apart: leave them out where tools take turns with the model."
             )
         if is_deepspeed_zero3_enabled():
-            raise ValueError("`rollout_support='recompute'` does not work with DeepSpeed ZeRO-3 yet: leave it unset.")
+            raise ValueError("`rollout_support=True` does not work with DeepSpeed ZeRO-3 yet: leave it unset.")
         return sampling if sampling.reshapes else None
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
@@ -610,7 +610,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             f"{seen['rows']} completions. With the measured noise (sigma = {self._noise.variance.sqrt().item():.2g} nats "
             f"per token), {shares[0]:.1%} of healthy completions of these lengths (mean "
             f"{lengths.float().mean().item():.0f} tokens) are above it, and {shares[1]:.1%} of those 8 times as long. "
-            "`correction='tis'` weighs tokens instead; `correction_bounds='calibrated'` rejects the same share at every "
+            "`correction='tis'` weighs tokens instead; `correction_reject_rate=0.01` rejects the same share at every "
             "length.",
         )
 
@@ -621,7 +621,7 @@ class ConsistentGRPOTrainer(GRPOTrainer):
         if not told and not self._noise.ready:
             logger.warning(
                 f"After {_NOISE_BATCHES} rollout batches, fewer than {WARM_UP_ROWS} completions had the 8 tokens it takes to "
-                "measure the engine's noise: `correction_bounds='calibrated'` still uses the fixed bounds."
+                "measure the engine's noise, so that `correction_reject_rate` still uses the fixed bounds."
             )
 
     def _follow_rejections(self, batch: dict[str, Any], stats: dict[str, Stat]) -> None:
