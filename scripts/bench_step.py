@@ -9,8 +9,8 @@ peak memory that of a process per trainer, both without generation.
 """
 
 import argparse
-import contextlib
 import copy
+import functools
 import os
 import resource
 import statistics
@@ -36,10 +36,9 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
     from trl import GRPOConfig, GRPOTrainer
 
     from scripts.demo import build_smollm2, cached
-    from tests import inside
     from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer
-    from trl_consistent.rollout.vllm import consistent_generation
-    from trl_consistent.upstream.trl import generation_class_replaced
+    from trl_consistent.rollout.engine import engine_replaced
+    from trl_consistent.rollout.vllm import ConsistentVLLMGeneration
 
     config, trainer = (GRPOConfig, GRPOTrainer) if kind == "trl" else (ConsistentGRPOConfig, ConsistentGRPOTrainer)
     defaults = {
@@ -59,19 +58,11 @@ def build(kind: str, arguments: argparse.Namespace, output: str, generation=None
     }
     args = config(output, **{**defaults, **SIDES[kind], **options})
 
-    @contextlib.contextmanager
-    def engine(*_):
-        if generation is None:
-            with consistent_generation(
-                ConsistentGRPOConfig(output, rollout_precision="fp32", rollout_verify_sync="off")
-            ):
-                yield
-        else:
-            with generation_class_replaced(generation):
-                yield
-
+    if generation is None:
+        exact = ConsistentGRPOConfig(output, rollout_precision="fp32", rollout_verify_sync="off")
+        generation = functools.partial(ConsistentVLLMGeneration, config=exact)
     questions = [f"What is {a} plus {b}? Explain." for a in range(10) for b in range(10)]
-    with engine(), inside.consistent_generation_replaced(engine):
+    with engine_replaced(generation):
         return trainer(
             model=str(cached("SmolLM2-135M-Instruct", build_smollm2)),
             reward_funcs=lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions],

@@ -5,17 +5,11 @@ this file and no test. (Not named `inspect`: a script that is launched from this
 from dataclasses import replace
 
 from trl_consistent.training import trainer as module
-from trl_consistent.upstream.substitution import substituted
 
 
 NOISE_BATCHES = "trl_consistent.training.trainer._NOISE_BATCHES"
-VLLM_IS_AVAILABLE = "trl_consistent.training.trainer.vllm_is_available"
+VLLM_IS_AVAILABLE = "trl_consistent.rollout.vllm.vllm_is_available"
 REFERENCE_KL = "trl_consistent.training.trainer.reference_kl"
-
-
-def consistent_generation_replaced(context):
-    """Within the block, a trainer is built inside `context(config)`, which installs the rollout engine."""
-    return substituted(module, consistent_generation=context)
 
 
 def correction(trainer):

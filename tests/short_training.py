@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs short trainings on the synthetic engine and keeps what the optimizer saw."""
 
-import contextlib
-
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -10,10 +8,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_consistent import ConsistentGRPOConfig, ConsistentGRPOTrainer
-from trl_consistent.upstream.trl import generation_class_replaced
+from trl_consistent.rollout.synthetic import gaussian_noise as noise
+from trl_consistent.rollout.synthetic import synthetic_engine
 
-from . import inside
-from .tiny import SyntheticGeneration, dataset, letters_reward
+from .tiny import dataset, letters_reward
 
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -33,20 +31,6 @@ class Keep(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append(dict(logs))
-
-
-@contextlib.contextmanager
-def synthetic_engine(plant=None):
-    """Both trainers sample through `SyntheticGeneration`, with log-probs edited by `plant(ids, logps)`."""
-    engine = type("Planted", (SyntheticGeneration,), {"plant": staticmethod(plant or SyntheticGeneration.plant)})
-
-    @contextlib.contextmanager
-    def ours(config):
-        with generation_class_replaced(engine):
-            yield
-
-    with generation_class_replaced(engine), inside.consistent_generation_replaced(ours):
-        yield
 
 
 def build(cls, model, tmp_path, lora=False, callbacks=(), rollout_func=None, rows=None, inputs=None, **options):
@@ -89,16 +73,6 @@ def train(cls, model, tmp_path, plant=None, **options):
         keep.trainer = build(cls, model, tmp_path, callbacks=[keep], **options)
         keep.trainer.train()
     return keep
-
-
-def noise(scale, seed=7):
-    """A plant: log-probs off by Gaussian noise, the same for every run with the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def plant(ids, logps):
-        return [lp - scale * torch.randn((), generator=generator).item() for lp in logps]
-
-    return plant
 
 
 def assert_same_training(a, b):

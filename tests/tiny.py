@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of a few thousand parameters, and a rollout engine that samples from the trainer's model with a planted gap."""
+"""Models of a few thousand parameters, and a dataset and a reward to train them with."""
 
 import torch
 from datasets import Dataset
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 
 PROMPTS = ["one two", "three", "four five six", "seven eight"]
@@ -71,53 +63,3 @@ def dataset() -> Dataset:
 def letters_reward(completions, **kwargs) -> list[float]:
     """Anything that differs between completions."""
     return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
-
-
-class SyntheticGeneration:
-    """Stands in for TRL's `VLLMGeneration`: samples from the trainer's own model, so the only gap is the planted one.
-
-    Penalties and truncation are those of vLLM, in its order, by the processors of transformers.
-
-    `plant(ids, logps)` edits the log-probs of each completion (a list of floats); set it on the class.
-    """
-
-    plant = staticmethod(lambda ids, logps: logps)
-
-    def __init__(self, model, accelerator, processing_class, **kwargs):
-        self.model, self.accelerator, self.processing_class = model, accelerator, processing_class
-        asked = {**kwargs, **(kwargs.get("generation_kwargs") or {})}
-        steps = [
-            (RepetitionPenaltyLogitsProcessor, "repetition_penalty", 1.0),
-            (TemperatureLogitsWarper, "temperature", None),
-            (MinPLogitsWarper, "min_p", None),
-            (TopKLogitsWarper, "top_k", 0),
-            (TopPLogitsWarper, "top_p", 1.0),
-        ]
-        self.processors = LogitsProcessorList(
-            step(asked[name]) for step, name, off in steps if asked.get(name, off) != off
-        )
-        self.max_completion_length = kwargs["max_completion_length"]
-        self.generator = torch.Generator().manual_seed(1234 + accelerator.process_index)
-
-    def sync_weights(self):
-        pass
-
-    @torch.no_grad()
-    def generate(self, prompts, images, num_generations, profiler=None):
-        training = self.model.training
-        self.model.eval()
-        completions, logprobs = [], []
-        for prompt in prompts:
-            ids, values = [], []
-            while len(ids) < self.max_completion_length:
-                tokens = torch.tensor([[*prompt, *ids]])
-                logits = self.model(input_ids=tokens).logits[:, -1].float()
-                logps = self.processors(tokens, logits)[0].log_softmax(-1)
-                ids.append(torch.multinomial(logps.exp(), 1, generator=self.generator).item())
-                values.append(logps[ids[-1]].item())
-                if ids[-1] == self.processing_class.eos_token_id:
-                    break
-            completions.append(ids)
-            logprobs.append([[value] for value in type(self).plant(ids, values)])
-        self.model.train(training)
-        return prompts, completions, logprobs, [[[token] for token in ids] for ids in completions]

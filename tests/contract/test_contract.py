@@ -4,6 +4,7 @@
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 
 import pytest
@@ -18,8 +19,10 @@ from trl_consistent.upstream.trl import (
     GRPO_MODULES,
     PASS_THROUGH_MODE,
     TRL_MODES,
+    colocated_engine_stub,
     engine_class_replaced,
     generation_class_replaced,
+    server_client_stub,
     vllm_is_available,
 )
 
@@ -68,6 +71,19 @@ def test_backend_attributes_and_results():
     assert "return prompt_ids, completion_ids, logprobs, logprob_token_ids" in generate
     assert "reset_prefix_cache()" in source(vllm_generation.VLLMGeneration.sync_weights)
     assert "lp[0] for lp in seq" in source(GRPOTrainer._generate_single_turn)  # why sampled_token_first exists
+
+
+def test_what_trl_reads_of_its_backend_has_a_stub_in_the_synthetic_engine():
+    read = re.findall(r"self\.vllm_generation\.([\w.]+)", source(GRPOTrainer))
+    assert sorted(set(read)) == [
+        "generate",
+        "llm.llm_engine.model_config.max_model_len",
+        "sync_weights",
+        "vllm_client.get_server_info",
+    ]
+    assert '.get_server_info()["model_config"]["logprobs_mode"]' in source(GRPOTrainer.__init__)
+    assert server_client_stub("raw").get_server_info()["model_config"]["logprobs_mode"] == "raw"
+    assert colocated_engine_stub(64).llm_engine.model_config.max_model_len == 64
 
 
 def test_the_client_of_a_server_has_the_methods_we_override_and_call():

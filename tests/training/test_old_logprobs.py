@@ -9,10 +9,10 @@ import torch
 from trl import GRPOTrainer
 
 from trl_consistent import ConsistentGRPOConfig
+from trl_consistent.rollout.synthetic import SyntheticEngine
 
 from .. import inside
 from ..short_training import LOSS_TYPES, ConsistentGRPOTrainer, build, noise, synthetic_engine, train
-from ..tiny import SyntheticGeneration
 
 
 ONE_STEP = {"max_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 1e9}  # a clipped gradient would hide its size
@@ -290,9 +290,9 @@ def own_rollout(plant):
 
     def rollout(prompts, trainer):
         if not engine:
-            cls = type("Planted", (SyntheticGeneration,), {"plant": staticmethod(plant)})
-            limits = {"temperature": trainer.temperature, "max_completion_length": trainer.max_completion_length}
-            engine.append(cls(trainer.model, trainer.accelerator, trainer.processing_class, **limits))
+            options = {"temperature": trainer.temperature, "max_completion_length": trainer.max_completion_length}
+            sides = (trainer.model, trainer.accelerator, trainer.processing_class)
+            engine.append(SyntheticEngine(*sides, plant=plant, **options))
         ids = [trainer.processing_class(prompt).input_ids for prompt in prompts]
         _, completions, logprobs, _ = engine[0].generate(ids, None, 1)
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[v[0] for v in r] for r in logprobs]}

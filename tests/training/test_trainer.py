@@ -3,7 +3,6 @@
 
 import logging
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,13 +24,11 @@ from ..short_training import (
     synthetic_engine,
     train,
 )
-from ..tiny import SyntheticGeneration, dataset
+from ..tiny import dataset
 
 
-def batch_of(trainer, plant=None):
+def batch_of(trainer):
     """One rollout batch, scored."""
-    if plant is not None:
-        type(trainer.vllm_generation).plant = staticmethod(plant)
     trainer.model.train()
     inputs = [dict(row) for row in dataset().select([0, 0, 0, 0, 1, 1, 1, 1])]
     return trainer._generate_and_score_completions(inputs)
@@ -717,15 +714,9 @@ def test_a_rollout_without_log_probs_is_refused_where_they_are_needed(tiny_model
     ],
     ids=str,
 )
-def test_a_server_with_raw_log_probs_is_refused_where_we_rely_on_them(
-    tiny_model, tmp_path, monkeypatch, caplog, options, refused
-):
-    info = {"model_config": {"logprobs_mode": "raw_logprobs"}}
-    client = SimpleNamespace(get_server_info=lambda: info)  # TRL asks it
-    monkeypatch.setattr(SyntheticGeneration, "vllm_client", client, raising=False)
+def test_a_server_with_raw_log_probs_is_refused_where_we_rely_on_them(tiny_model, tmp_path, caplog, options, refused):
     settings = EngineSettings(logprobs_mode="raw_logprobs")
-    monkeypatch.setattr(SyntheticGeneration, "settings", settings, raising=False)
-    with synthetic_engine(), caplog.at_level(logging.WARNING):
+    with synthetic_engine(settings=settings), caplog.at_level(logging.WARNING):
         if refused:
             with pytest.raises(ValueError, match="logprobs_mode='raw_logprobs'"):
                 build(ConsistentGRPOTrainer, tiny_model, tmp_path, vllm_mode="server", **options)

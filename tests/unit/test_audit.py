@@ -37,7 +37,6 @@ from trl_consistent.rollout.precision import (
 
 from .. import inside
 from ..short_training import build, synthetic_engine, train
-from ..tiny import SyntheticGeneration
 from .test_config import config
 
 
@@ -290,9 +289,11 @@ def test_a_head_in_float32_is_one_in_generate_under_mixed_precision_too(tiny_mod
     assert gaps[1] < 0.9 * gaps[0]
 
 
-def test_a_server_s_head_must_be_what_was_asked_for(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(SyntheticGeneration, "settings", engine(head_dtype=torch.bfloat16), raising=False)
-    with synthetic_engine(), pytest.raises(ValueError, match="rollout_fp32_lm_head.*--hf-overrides"):
+def test_a_server_s_head_must_be_what_was_asked_for(tiny_model, tmp_path):
+    with (
+        synthetic_engine(settings=engine(head_dtype=torch.bfloat16)),
+        pytest.raises(ValueError, match="rollout_fp32_lm_head.*--hf-overrides"),
+    ):
         build(ConsistentGRPOTrainer, tiny_model, tmp_path, rollout_fp32_lm_head=True)
 
 

@@ -23,7 +23,7 @@ from ..upstream.trl import client_class_replaced, engine_class_replaced, generat
 from ..upstream.vllm import engine_model, plain_cpu_weights, repack_cpu_experts, vllm_runs_on_cpu
 from .client import SocketVLLMClient, errors_on_all_ranks, persistently
 from .completions import sampled_token_first
-from .engine import EngineSettings
+from .engine import EngineSettings, engine_is_replaced
 from .ledger import SyncLedger, WeightSyncError, checksums, fingerprint, named
 from .precision import compute_dtype, engine_arguments, named_dtype
 from .sync_check import SyncCheck
@@ -232,12 +232,12 @@ class ConsistentVLLMGeneration(VLLMGeneration):
             return contextlib.nullcontext()
         return substituted(self.llm, generate=functools.partial(self.llm.generate, lora_request=self._adapter))
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple:
         """TRL's generate, from current weights, with the sampled token's log-prob first at every position."""
         if (reason := self._staleness()) is not None:
             logger.warning(f"The rollout engine was about to sample from other weights than the trainer's: {reason}.")
             self.sync_weights()
-        generate = functools.partial(super().generate, *args, **kwargs)
+        generate = functools.partial(super().generate, prompts, images, num_generations, profiler)
         with self._with_adapter():
             prompt_ids, completion_ids, logprobs, token_ids = persistently(generate, again=self.sync_weights)
         if logprobs is not None and token_ids is not None and "logprobs" in self.generation_kwargs:
@@ -344,9 +344,18 @@ class ConsistentVLLMGeneration(VLLMGeneration):
 
 
 def consistent_generation(config: Any) -> contextlib.AbstractContextManager[None]:
-    """While a `GRPOTrainer` is built: give it our backend instead of TRL's.
+    """While a `GRPOTrainer` is built, gives it our backend instead of TRL's.
+
+    An engine that [`engine_replaced`] put there stays.
 
     Args:
         config ([`ConsistentGRPOConfig`], `GRPOConfig` or `None`): Where the `rollout_*` options are.
+
+    Raises:
+        `ImportError`: `use_vllm=True`, and vLLM is not installed.
     """
+    if engine_is_replaced():
+        return contextlib.nullcontext()
+    if config is not None and config.use_vllm and not vllm_is_available():
+        raise ImportError(f"`use_vllm=True`, but vLLM is not installed: {INSTALL}.")
     return generation_class_replaced(functools.partial(ConsistentVLLMGeneration, config=config))

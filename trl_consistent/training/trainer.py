@@ -56,7 +56,7 @@ from ..rollout.engine import EngineSettings
 from ..rollout.precision import check_deterministic, check_precision, compute_dtype
 from ..rollout.reshaping import engine_of, sampling_of
 from ..rollout.transformers import decoding, settings
-from ..rollout.vllm import INSTALL, consistent_generation
+from ..rollout.vllm import consistent_generation
 from ..statistics import Stat, merge, on_host
 from ..support import RestrictedHead, Sampling
 from ..upstream.substitution import substituted
@@ -68,7 +68,6 @@ from ..upstream.trl import (
     fused_head_replaced,
     group_advantages,
     old_logprobs_computed,
-    vllm_is_available,
 )
 from .recorder import Recorder, fingerprint
 from .reference import ReferenceResetCallback
@@ -154,8 +153,6 @@ class ConsistentGRPOTrainer(GRPOTrainer):
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *others: Any, **kwargs: Any
     ):
-        if args is not None and args.use_vllm and not vllm_is_available():
-            raise ImportError(f"`use_vllm=True`, but vLLM is not installed: {INSTALL}.")
         if args is not None and option(args, "rollout_deterministic"):
             check_deterministic(args.device)
             os.environ["VLLM_BATCH_INVARIANT"] = "1"  # for good: kernels read it whenever they run

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from .substitution import substituted
@@ -114,6 +115,16 @@ def fused_head_replaced(head: Any) -> contextlib.AbstractContextManager[None]:
 def client_class_replaced(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """`VLLMGeneration._init_vllm` builds the client of a server from this module-level name."""
     return substituted(importlib.import_module("trl.generation.vllm_generation"), VLLMClient=replacement)
+
+
+def server_client_stub(logprobs_mode: str) -> Any:
+    """A client that answers what `GRPOTrainer.__init__` asks of `vllm_generation.vllm_client`, without a server."""
+    return SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": logprobs_mode}})
+
+
+def colocated_engine_stub(max_model_length: int) -> Any:
+    """An object with what TRL's loop over tool calls reads of `vllm_generation.llm`, without an engine."""
+    return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_length)))
 
 
 def vllm_is_available() -> bool:
