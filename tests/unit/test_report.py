@@ -21,8 +21,9 @@ from trl_consistent.records.record import MismatchRecord
 from trl_consistent.report import load_run, render_html, write_report
 from trl_consistent.report import write as write_module
 from trl_consistent.report.completions import worst_completions
-from trl_consistent.report.curve import Curve, healthy_range, number
-from trl_consistent.report.figures import sequence_bounds
+from trl_consistent.report.curve import Curve
+from trl_consistent.report.token_plots import sequence_bounds
+from trl_consistent.report.wording import healthy_range, number
 
 from ..processes import fresh_environment
 from ..short_training import build, synthetic_engine
@@ -190,11 +191,11 @@ def test_first_worst_newest_and_the_one_before_the_alert_are_looked_into(tmp_pat
     one = [[0.5, 0.5]]
     k3 = {10: 1e-4, 20: 2e-4, 30: 5e-2, 40: 4e-2}
     write_records(tmp_path, *(record(one, one, step=step, metrics={K3: value}) for step, value in k3.items()))
-    assert load_run(tmp_path).chosen == {10: "first", 30: "worst", 40: "newest"}
+    assert load_run(tmp_path).examined_steps == {10: "first", 30: "worst", 40: "newest"}
     write_logs(tmp_path, mismatch__k3__mean=[1e-4 + 1e-6 * (step % 3) if step < 24 else 5e-2 for step in range(1, 41)])
     run = load_run(tmp_path)
     assert 24 <= run.verdict.step <= 29
-    assert run.chosen == {10: "first", 20: "before the alert", 30: "worst", 40: "newest"}
+    assert run.examined_steps == {10: "first", 20: "before the alert", 30: "worst", 40: "newest"}
 
 
 # What it says
@@ -410,9 +411,9 @@ def test_shares_of_the_correction_are_the_sum_of_both_sides(tmp_path):
     names = {f"correction__masked_fraction__{side}": [share] * 3 for side, share in (("low", 0.01), ("high", 0.02))}
     names |= {f"correction__rejected_fraction__{side}": [0.0] * 3 for side in ("low", "high")}
     run = load_run(write_logs(tmp_path, **names))
-    from trl_consistent.report.figures import shares
+    from trl_consistent.report.curve_plots import action_shares
 
-    assert shares(run) == {"masked": Curve("correction/masked_fraction", [1, 2, 3], [0.03] * 3)}
+    assert action_shares(run) == {"masked": Curve("correction/masked_fraction", [1, 2, 3], [0.03] * 3)}
     drawing = plot(BeautifulSoup(render_html(run), "html.parser"), "shares")
     assert drawing.find(id="shares--share-masked") and not drawing.find(id="shares--share-rejected")
 

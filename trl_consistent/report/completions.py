@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+_LONGEST_CHARACTER = 4  # tokens, one for each byte in UTF-8
+
+
 @dataclass(frozen=True)
 class Token:
     """One token of a completion as it is shown."""
 
     text: str
-    """Empty where it is a part of a character that ends in a later token."""
+    """Its text; empty where the token is a part of a character that ends in a later token."""
     position: int
-    """Where it stands in the sequence, prompt included."""
+    """Its place in the sequence, prompt included, from 0."""
     inside: bool
-    """Whether it is in the loss mask; tool results are not."""
+    """Whether it is in the loss mask; the results of tools are not."""
     kept: bool
-    """Whether the correction left it in."""
+    """Whether the correction left it in the loss."""
     p_train: float
     """Its probability in the trainer."""
     p_rollout: float
@@ -34,7 +37,7 @@ class Token:
     d: float
     """`log p_train - log p_rollout`, nats; NaN if unscored."""
     weight: float | None
-    """What the correction made of it."""
+    """Its weight in the loss; `None` without a correction."""
 
 
 @dataclass(frozen=True)
@@ -43,73 +46,59 @@ class Completion:
 
     step: int
     row: int
-    """Of the record."""
+    """Its row in the record."""
     tokens: list[Token]
+    """The tokens of the window."""
     before: int
-    """Tokens that are not shown before the window."""
+    """How many tokens before the window are not shown."""
     after: int
-    """The same after it."""
+    """How many tokens after the window are not shown."""
     k3: float
-    """Mean over its scored tokens."""
+    """Mean of k3 over its scored tokens."""
     sequence_log_ratio: float
-    """The sum of `d` over its scored tokens."""
+    """Sum of `d` over its scored tokens, nats."""
     kept: bool
     """Whether the correction left any of its tokens in the loss."""
     advantage: float | None
-    """Of the completion; `None` where it has none of its own."""
+    """Advantage of the completion; `None` where it has none of its own."""
 
 
 def worst_completions(run: "Run", count: int = 5, window: int = 500) -> list[Completion]:
-    """The completions that contribute most to k3, of the worst record and of the newest.
+    """The completions that contribute most to k3, from the worst record and from the newest.
 
     Args:
         run ([`Run`]): From [`load_run`].
-        count (`int`, *optional*, defaults to `5`): How many at most, all records together.
-        window (`int`, *optional*, defaults to `500`): Tokens of one that are shown, around its worst.
+        count (`int`, *optional*, defaults to `5`): How many at most, both records together.
+        window (`int`, *optional*, defaults to `500`): How many tokens of each are shown, around its worst.
     """
-    records = run.looked_into()
-    steps = [step for step in dict.fromkeys((run._worst, run.records[-1].step)) if step in records] if records else []
+    records = run.examined_records()
+    if not records:
+        return []
+    steps = [step for step in dict.fromkeys((run.worst_step, run.records[-1].step)) if step in records]
     found: list[Completion] = []
     for index, step in enumerate(steps):
-        share = (count + len(steps) - 1 - index) // len(steps)
+        share = (count + len(steps) - 1 - index) // len(steps)  # the first steps take what is left over
         record = records[step]
-        d, mask = record.mismatch_log_ratio, record.mask.bool()
-        k3 = kl_k3(d, mask)
+        k3 = kl_k3(record.mismatch_log_ratio, record.mask.bool())
         total = k3.nan_to_num(posinf=1e30).sum(1)
         for row in total.topk(min(share, len(total))).indices.tolist():
-            if mask[row].any():
-                found.append(_completion(record, row, d[row], k3[row], window, run.tokenizer))
+            if record.mask[row].any():
+                found.append(_completion(record, row, k3[row], window, run.tokenizer))
     return found
 
 
-def _completion(
-    record: MismatchRecord, row: int, d: torch.Tensor, k3: torch.Tensor, window: int, tokenizer: Any
-) -> Completion:
-    present, mask = record.completion_mask[row].bool(), record.mask[row].bool()
+def _completion(record: MismatchRecord, row: int, k3: torch.Tensor, window: int, tokenizer: Any) -> Completion:
+    """The completion in a row of a record; `k3` is that of each of its tokens."""
+    d, mask = record.mismatch_log_ratio[row], record.mask[row].bool()
     scored = mask & ~torch.isnan(d)
-    length = int(present.sum())  # padding is on the right
+    length = int(record.completion_mask[row].sum())  # padding is on the right
     start = max(0, min(int(k3.argmax()) - window // 2, length - window))
     end = min(length, start + window)
-    part = slice(start, end)
-    texts = _pieces(tokenizer, record.completion_ids[row, part].tolist())
-    weights = record.weights[row, part].tolist() if record.weights is not None else [None] * (end - start)
-    kept = (mask if record.keep_mask is None else record.keep_mask[row].bool())[part].tolist()
-    columns = zip(
-        texts,
-        record.position_ids[row, part].tolist(),
-        mask[part].tolist(),
-        kept,
-        record.old_per_token_logps[row, part].double().exp().tolist(),
-        record.sampling_per_token_logps[row, part].double().exp().tolist(),
-        torch.where(mask, d, math.nan)[part].tolist(),
-        weights,
-        strict=True,
-    )
     advantages = record.advantages
     return Completion(
         step=record.step,
         row=row,
-        tokens=[Token(*values) for values in columns],
+        tokens=_tokens(record, row, slice(start, end), tokenizer),
         before=start,
         after=length - end,
         k3=float(k3.sum() / scored.sum().clamp(min=1)),
@@ -117,6 +106,26 @@ def _completion(
         kept=record.keep_mask is None or bool(record.keep_mask[row].any()),
         advantage=float(advantages[row]) if advantages is not None and advantages.dim() == 1 else None,
     )
+
+
+def _tokens(record: MismatchRecord, row: int, part: slice, tokenizer: Any) -> list[Token]:
+    """The tokens in a part of a completion."""
+    mask = record.mask[row].bool()
+    kept = mask if record.keep_mask is None else record.keep_mask[row].bool()
+    d = torch.where(mask, record.mismatch_log_ratio[row], math.nan)
+    ids = record.completion_ids[row, part].tolist()
+    columns = zip(
+        _pieces(tokenizer, ids),
+        record.position_ids[row, part].tolist(),
+        mask[part].tolist(),
+        kept[part].tolist(),
+        record.old_per_token_logps[row, part].double().exp().tolist(),
+        record.sampling_per_token_logps[row, part].double().exp().tolist(),
+        d[part].tolist(),
+        [None] * len(ids) if record.weights is None else record.weights[row, part].tolist(),
+        strict=True,
+    )
+    return [Token(*values) for values in columns]
 
 
 def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -127,13 +136,14 @@ def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     def text(start: int, end: int) -> str:
         return tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    # Each token is decoded after the one before it, because a space may depend on that.
     pieces: list[str] = []
-    start = read = 0
+    before = 0  # where the last token with a text begins
+    done = 0  # tokens whose text is in `pieces`
     for end in range(1, len(ids) + 1):
-        known, whole = text(start, read), text(start, end)
-        if whole.endswith("\ufffd") and end - read < 4:
-            pieces.append("")
-        else:
-            pieces.append(whole[len(known) :])
-            start, read = read, end
+        known, whole = text(before, done), text(before, end)
+        is_part = whole.endswith("\ufffd") and end - done < _LONGEST_CHARACTER
+        pieces.append("" if is_part else whole[len(known) :])
+        if not is_part:
+            before, done = done, end
     return pieces

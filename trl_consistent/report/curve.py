@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One logged metric over the steps, and its numbers in words."""
+"""One logged metric over the steps: its meaning, its healthy range, and the values outside of it."""
 
-import math
 from dataclasses import dataclass
 
 from ..metrics.alerts import STOCK
-from ..metrics.catalogue import METRICS, Bounds, Metric, excess, range_text
+from ..metrics.catalogue import METRICS, Bounds, Metric, excess
 
 
 _OURS = {stock: ours for ours, stock in STOCK.items()}
@@ -25,9 +24,8 @@ TRAINING = (
     "completions/mean_length",
     "completions/clipped_ratio",
 )
-"""Logged keys that are shown beside ours."""
-
-_HEADLINES = (
+"""Keys that are shown beside our metrics."""
+HEADLINES = (
     "mismatch/k3/mean",
     "mismatch/abs_diff/mean",
     "mismatch/ess/sequence",
@@ -38,10 +36,11 @@ _HEADLINES = (
     "sampling/sampling_logp_difference/max",
     "reward",
 )
+"""Keys of the key numbers of a run, the most important first."""
 
 
 def metric_of(key: str) -> Metric | None:
-    """The entry of [`METRICS`] that says what a logged key means; `None` for what is neither ours nor measures the same."""
+    """The entry of [`METRICS`] for a logged key, be it ours or TRL's name of the same quantity; `None` for other keys."""
     return METRICS.get(_OURS.get(key, key))
 
 
@@ -50,11 +49,11 @@ class Curve:
     """One logged metric over the steps that logged it."""
 
     key: str
-    """As logged."""
+    """Its key in the logs."""
     steps: list[int]
-    """Ascending."""
+    """The steps, ascending."""
     values: list[float]
-    """Infinite where it overflowed, never NaN."""
+    """The value at each step: infinite where the metric overflowed, never NaN."""
 
     @property
     def healthy(self) -> Bounds:
@@ -64,7 +63,7 @@ class Curve:
 
     @property
     def meaning(self) -> str:
-        """In one line; empty for what is not ours."""
+        """Its meaning in one line; empty for a key that is not in [`METRICS`] and measures nothing that is."""
         metric = metric_of(self.key)
         return metric.meaning if metric else _STOCK_MEANING.get(self.key, "")
 
@@ -88,24 +87,3 @@ class Curve:
         if self.healthy == (None, None):
             return None
         return max(zip(self.steps, self.values, strict=True), key=lambda point: excess(point[1], self.healthy))
-
-
-def number(value: float | None) -> str:
-    """A number for a reader: three digits, powers of ten where they save space, nothing for `None`."""
-    if value is None:
-        return ""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    size = abs(value)
-    if value == 0 or 1e-3 <= size < 1e6:
-        # Near 1, and from 1000 on, the third digit says too little.
-        text = f"{size:.0f}" if size >= 1000 else f"{size:.4g}" if 0.9 < size < 1.1 else f"{size:.3g}"
-    else:
-        mantissa, exponent = f"{size:.2e}".split("e")
-        text = f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"−{text}" if value < 0 else text
-
-
-def healthy_range(bounds: Bounds) -> str:
-    """A healthy range in words; empty if it is open on both sides."""
-    return "0" if bounds == (None, 0.0) else range_text(bounds, number)

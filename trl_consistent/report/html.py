@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as one HTML page that loads nothing, in the reader's theme, on any width.
+"""The report as one HTML page that loads nothing, in the reader's theme, on any width.
 
-Completions, settings and file names are other people's text: all of it is escaped, and the page's own policy forbids
-scripts and connections.
+`template.html` is the page; this file fills it in. Completions, settings and file names are other people's text: all of it is
+escaped, and the page's own policy forbids scripts and connections.
 """
 
 import base64
 import hashlib
-import json
 import math
 import re
-from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
@@ -18,79 +16,67 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from .. import __version__
-from ..report import figures
-from ..tables import visible
+from . import figures
 from .completions import Token, worst_completions
-from .curve import Curve, healthy_range, number
-from .run import Run, table
+from .curve import Curve
+from .drawing import DARK, LIGHT, Plot
+from .run import Run
+from .token_plots import SECTIONS, sequence_bounds
+from .wording import correction_in_words, healthy_range, number, one_line, settings_by_group, subtitle
 
 
-_EVENTS = 40  # alerts that are listed
-_LEVELS = (0.05, 0.3, 1.0)  # |d| at which a token's color begins and deepens
-_TEXT = 600  # characters of a setting
-_LEADS = {
-    "probabilities": "The probability of each token on both sides; on the diagonal they agree.",
-    "confidence": "|d| grows with −log p when it is rounding. Large gaps on the left, where the trainer is sure, are not.",
-    "position": "Median (solid) and 99th percentile (dashed) of |d|. Flat when healthy; high at the start: prompts differ; "
-    "rising: errors add up over the context.",
-    "sequences": "The sum of d over a completion, which is the log of its ratio, against its length.",
-}
+_LISTED_EVENTS = 40
+_SHADES_FROM = (0.05, 0.3, 1.0)  # |d| at which a token's color begins and deepens
+_TABLE_CLASSES = {"critical": "is-critical", "warning": "outside"}
 
 
 def render_html(run: Run, live: bool = False) -> str:
-    """The report of a run: one page, nothing else needed.
+    """The report of a run as one page that needs no other file.
 
     Args:
         run ([`Run`]): From [`load_run`].
         live (`bool`, *optional*, defaults to `False`):
-            Whether `watch.py` serves it: then it renews itself when told to, and offers the records.
+            Whether `watch.py` serves the page: it then renews itself, and offers the records.
     """
-    drawn = figures.available()
-    sections: dict[str, list[tuple[figures.Plot, Markup]]] = {}
-    if drawn:
-        for plot in figures.plots(run):
-            sections.setdefault(plot.section, []).append((plot, Markup(figures.svg(plot))))
     correction = run.fingerprint.get("correction") or {}
-    bounds = figures.sequence_bounds(correction)[1]
-    leads = {**_LEADS, "sequences": f"{_LEADS['sequences']} {bounds}"}
-    completions, tokens = worst_completions(run), run.worst_tokens()
+    leads = {name: section.lead for name, section in SECTIONS.items()}
+    leads["sequences"] += f" {sequence_bounds(correction)[1]}"
     return _rendered(
         "template.html",
+        live,
+        # These read records, and add to `run.missing` what cannot be read.
+        figures=_figures(run),
+        completions=worst_completions(run),
+        tokens=run.worst_tokens(),
         run=run,
-        live=live,
-        light=figures.LIGHT,
-        dark=figures.DARK,
-        drawn=drawn,
-        hint=figures.HINT,
-        figures=sections,
-        about=about(run),
+        light=LIGHT,
+        dark=DARK,
+        drawn=figures.available(),
+        install=figures.INSTALL,
+        subtitle=subtitle(run),
         tiles=[_tile(curve) for curve in run.headlines],
-        rows=_rows(run),
-        events=run.events[-_EVENTS:],
-        more_events=max(0, len(run.events) - _EVENTS),
-        token_sections=[(name, title, leads[name]) for name, title in figures.SECTIONS.items()],
+        rows=[_table_row(run, row) for row in run.metric_rows()],
+        events=run.events[-_LISTED_EVENTS:],
+        more_events=max(0, len(run.events) - _LISTED_EVENTS),
+        token_sections=[(name, section.title, leads[name]) for name, section in SECTIONS.items()],
         correction=correction_in_words(correction),
-        completions=completions,
         legend=_legend(),
-        tokens=tokens,
         audit=run.fingerprint.get("audit") or [],
-        settings=settings(run),
+        settings=settings_by_group(run.fingerprint),
         version=__version__,
     )
 
 
 def render_notice(name: str, title: str, sentence: str) -> str:
-    """A live page of a run that cannot be shown: it is replaced as soon as there is a report."""
+    """A live page for a run that cannot be shown: the report replaces it as soon as there is one."""
     return _rendered("notice.html", live=True, name=name, title=title, sentence=sentence)
 
 
 def _rendered(template: str, live: bool, **values: Any) -> str:
     """A template of this folder, filled in; a live page brings its script and the policy that allows it."""
     script = _file("live.js") if live else ""
-    environment = _environment()
-    return environment.from_string(_file(template)).render(
-        live=live, script=Markup(script), policy=_policy(script), **values
-    )
+    page = _environment().from_string(_file(template))
+    return page.render(live=live, script=Markup(script), policy=_policy(script), **values)
 
 
 def _file(name: str) -> str:
@@ -112,133 +98,70 @@ def _environment() -> Environment:
         "code": _code,
         "key": _key,
         "line": one_line,
-        "look": _look,
         "number": number,
-        "numbers": _numbers,
         "range": healthy_range,
-        "shown": _shown,
+        "token_classes": _token_classes,
+        "token_numbers": _token_numbers,
+        "token_text": _token_text,
     }
     return environment
 
 
 def _code(text: str) -> Markup:
-    """Escaped, with what stands in backticks as code."""
+    """The text, escaped, with what stands in backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _key(text: str) -> Markup:
-    """Escaped, with places where a long name may break."""
+    """The text, escaped, with places where a long name may break."""
     return Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(text))))
 
 
-def one_line(text: str) -> str:
-    """[`visible`], with line breaks shown."""
-    return visible(text.replace("\r", "").replace("\n", "⏎"))
-
-
-def about(run: Run) -> list[str]:
-    """The run in a few words."""
-    mark = run.fingerprint
-    trainer, engine = mark.get("trainer") or {}, mark.get("engine") or {}
-    parts = [mark.get("model"), f"step {run.last_step}" if run.last_step else None]
-    parts += [" ".join(str(x) for x in (trainer.get("class"), trainer.get("dtype")) if x)]
-    parts += [" ".join(str(x) for x in (engine.get("kind"), engine.get("dtype")) if x)]
-    if run.records:
-        parts.append(f"{len(run.records)} recorded step{'s' if len(run.records) > 1 else ''}")
-    return [str(part) for part in parts if part]
+def _figures(run: Run) -> dict[str, list[tuple[Plot, Markup]]]:
+    """The plots of each section with their pictures; empty without matplotlib."""
+    sections: dict[str, list[tuple[Plot, Markup]]] = {}
+    if figures.available():
+        for plot in figures.plots(run):
+            sections.setdefault(plot.section, []).append((plot, Markup(figures.svg(plot))))
+    return sections
 
 
 def _level(curve: Curve, value: float | None) -> str:
+    """How bad a value of a metric is: `critical`, `warning`, `healthy`, or empty where there is no telling."""
     if value is None or curve.healthy == (None, None):
         return ""
-    return "critical" if curve.is_critical(value) else "warning" if curve.is_outside(value) else "healthy"
+    if curve.is_critical(value):
+        return "critical"
+    return "warning" if curve.is_outside(value) else "healthy"
 
 
 def _tile(curve: Curve) -> dict[str, Any]:
-    healthy = healthy_range(curve.healthy)
+    """What the tile of a key number shows."""
+    notes = [f"began at {number(curve.values[0])}"]
+    if healthy := healthy_range(curve.healthy):
+        notes.insert(0, f"healthy {healthy}")
+    value = curve.values[-1]
     return {
         "key": curve.key,
         "meaning": curve.meaning,
-        "value": number(curve.values[-1]),
-        "notes": [f"healthy {healthy}"] * bool(healthy) + [f"began at {number(curve.values[0])}"],
-        "level": _level(curve, curve.values[-1]),
+        "value": number(value),
+        "notes": notes,
+        "level": _level(curve, value),
     }
 
 
-def _rows(run: Run) -> Iterable[dict[str, Any]]:
-    marks = {"critical": "is-critical", "warning": "outside"}
-    return [
-        {
-            **row,
-            "end_class": marks.get(_level(run.curves[row["key"]], row["end"]), ""),
-            "worst_class": marks.get(_level(run.curves[row["key"]], row["worst"]), ""),
-        }
-        for row in table(run)
-    ]
+def _table_row(run: Run, row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table of metrics, with the classes of its values."""
+    curve = run.curves[row["key"]]
+    classes = {f"{name}_class": _TABLE_CLASSES.get(_level(curve, row[name]), "") for name in ("end", "worst")}
+    return {**row, **classes}
 
 
-def correction_in_words(correction: dict[str, Any]) -> str:
-    """A correction of a fingerprint in a sentence; empty without one."""
-    if not correction:
-        return ""
-
-    def bounds(rule: dict[str, Any]) -> str:
-        return f"{number(rule.get('lower')) or '0'} … {number(rule.get('upper')) or '∞'}"
-
-    parts = []
-    if correction.get("action") not in (None, "none"):
-        parts.append(f"{correction.get('level')} {correction.get('action')} {bounds(correction)}")
-    for rule in correction.get("rejections") or ():
-        parts.append(
-            f"rejection outside {rule.get('statistic', 'ratio')}/{rule.get('level')} {bounds(rule)}"
-            if isinstance(rule, dict)
-            else f"rejection {rule}"
-        )
-    for region in correction.get("trust_regions") or ():
-        parts.append(
-            f"trust region {region.get('kind')} {number(region.get('bound'))}"
-            if isinstance(region, dict)
-            else f"trust region {region}"
-        )
-    if correction.get("reject_rate") is not None:
-        parts.append(f"bounds calibrated to reject {number(100 * correction['reject_rate'])} % of healthy completions")
-    if correction.get("normalize") not in (None, "none"):
-        parts.append(f"weights normalized per {correction['normalize']}")
-    name = f"{correction['preset']}: " if correction.get("preset") else ""
-    return f"{name}{', '.join(parts)}."
+# How a token of a completion looks
 
 
-def settings(run: Run) -> dict[str, list[tuple[str, str]]]:
-    """What the fingerprint says, in groups of names and values, without the audit."""
-    groups: dict[str, list[tuple[str, str]]] = {}
-    loose: list[tuple[str, str]] = []
-    for name, value in run.fingerprint.items():
-        if name == "audit" or value is None:
-            continue
-        if isinstance(value, dict):
-            groups[str(name)] = [(str(key), _text(each)) for key, each in value.items() if each is not None]
-        else:
-            loose.append((str(name), _text(value)))
-    return ({"run": loose} if loose else {}) | {name: values for name, values in groups.items() if values}
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]} …"
-
-
-# Tokens
-
-
-def _shade(d: float) -> str:
-    if math.isnan(d):
-        return ""
-    level = sum(abs(d) >= start for start in _LEVELS)
-    return f"{'u' if d < 0 else 'd'}{level}" if level else ""
-
-
-def _look(token: Token) -> str:
-    """Its classes, with a space before each."""
+def _token_classes(token: Token) -> str:
+    """The CSS classes of a token, each with a space before it."""
     classes = [_shade(token.d)]
     if not token.inside:
         classes.append("outside-mask")
@@ -249,14 +172,23 @@ def _look(token: Token) -> str:
     return "".join(f" {name}" for name in classes if name)
 
 
-def _shown(token: Token) -> str:
-    """Its text, with something to see where that is blank."""
+def _shade(d: float) -> str:
+    """The CSS class of the color of a gap: `d1` to `d3` where the trainer finds the token likelier, else `u1` to `u3`."""
+    if math.isnan(d):
+        return ""
+    depth = sum(abs(d) >= start for start in _SHADES_FROM)
+    return f"{'u' if d < 0 else 'd'}{depth}" if depth else ""
+
+
+def _token_text(token: Token) -> str:
+    """The text of a token, with something to see where it is blank."""
     if not token.text:
         return "·"
     return token.text.replace("\r", "").replace("\n", "⏎\n")
 
 
-def _numbers(token: Token) -> str:
+def _token_numbers(token: Token) -> str:
+    """The numbers of a token, for its tooltip."""
     if not token.inside:
         return f"not written by the model, position {token.position}"
     parts = [f"p trainer {number(token.p_train)}"]
@@ -272,12 +204,14 @@ def _numbers(token: Token) -> str:
 
 
 def _legend() -> dict[str, list[tuple[str, str]]]:
-    spans = [f"{number(low)} to {number(high)}" for low, high in zip(_LEVELS, _LEVELS[1:], strict=False)]
-    spans.append(f"≥ {number(_LEVELS[-1])}")
-    return {
-        "up": [(f"d{index}", f" {span} ") for index, span in enumerate(spans, 1)],
-        "down": [
-            (f"u{index}", f" −{span} ".replace("to ", "to −").replace("−≥ ", "≤ −"))
-            for index, span in enumerate(spans, 1)
-        ],
-    }
+    """Classes and texts of the shades: `up` where the trainer finds the token likelier, `down` where the engine does."""
+    up, down = [], []
+    for depth, start in enumerate(map(number, _SHADES_FROM), 1):
+        if depth == len(_SHADES_FROM):
+            up_text, down_text = f"≥ {start}", f"≤ −{start}"
+        else:
+            end = number(_SHADES_FROM[depth])
+            up_text, down_text = f"{start} to {end}", f"−{start} to −{end}"
+        up.append((f"d{depth}", f" {up_text} "))
+        down.append((f"u{depth}", f" {down_text} "))
+    return {"up": up, "down": down}

@@ -4,33 +4,37 @@
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..report import figures
 from ..tables import markdown_table, plain
-from .curve import healthy_range, number
-from .html import about, correction_in_words, one_line, render_html, settings
-from .run import Run, load_run, table
+from . import figures
+from .html import render_html
+from .run import Run, load_run
+from .wording import correction_in_words, healthy_range, number, one_line, settings_by_group, subtitle
 
 
 def write_report(path: str | Path, output: str | Path | None = None, format: str | None = None) -> Path:
     """Writes the report of a run, whole or not at all.
 
     Args:
-        path (`str` or `Path`): As of [`load_run`].
-        output (`str` or `Path`, *optional*): The file; `report.<format>` in the run's folder if left out.
+        path (`str` or `Path`): The run's output folder or one record file, as [`load_run`] takes it.
+        output (`str` or `Path`, *optional*): The file to write, by default `report.<format>` in the run's folder.
         format (`str`, *optional*):
-            What the suffix of `output` says if left out, else `"html"`.
-            `"html"`: the page; `"png"`: its figures in one picture; `"json"`: curves, verdict, alerts, metrics of each
-            record, worst tokens, fingerprint; `"md"`: a summary.
+            By default what the suffix of `output` says, or else `"html"`.
+
+            - `"html"`: the page.
+            - `"png"`: its figures in one picture.
+            - `"json"`: curves, verdict, alerts, metrics of each record, worst tokens, fingerprint.
+            - `"md"`: a summary.
 
     Returns:
-        `Path`: what was written.
+        `Path`: the file that was written.
 
     Raises:
-        `FileNotFoundError`: nothing of a run is at `path`. `ValueError`: no such format. `ImportError`: `"png"` without
+        `FileNotFoundError`: there is no run at `path`. `ValueError`: there is no such format. `ImportError`: `"png"` needs
         matplotlib.
     """
     if format is None:
@@ -41,15 +45,19 @@ def write_report(path: str | Path, output: str | Path | None = None, format: str
     run = load_run(path)
     folder = run.path if run.path.is_dir() else run.path.parent
     output = Path(output) if output is not None else folder / f"report.{format}"
-    content = FORMATS[format](run)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f"{output.name}.partial")
+    _replace(output, FORMATS[format](run))
+    return output
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Writes a file whole, or leaves it as it was."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.partial")
     try:
         partial.write_bytes(content)
-        partial.replace(output)
+        partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-    return output
 
 
 def _html(run: Run) -> bytes:
@@ -58,7 +66,7 @@ def _html(run: Run) -> bytes:
 
 def _png(run: Run) -> bytes:
     if not figures.available():
-        raise ImportError(f"`format='png'` needs matplotlib: {figures.HINT}")
+        raise ImportError(f"`format='png'` needs matplotlib: {figures.INSTALL}")
     return figures.png(figures.plots(run), f"{run.name}: {run.verdict.level}")
 
 
@@ -69,7 +77,7 @@ def _json(run: Run) -> bytes:
         "run": run.name,
         "verdict": dataclasses.asdict(verdict),
         "events": [dataclasses.asdict(event) for event in run.events],
-        "metrics": table(run),
+        "metrics": run.metric_rows(),
         "curves": {key: {"steps": curve.steps, "values": curve.values} for key, curve in run.curves.items()},
         "records": [
             {
@@ -85,69 +93,101 @@ def _json(run: Run) -> bytes:
         "fingerprint": run.fingerprint,
         "missing": run.missing,
     }
-    return (json.dumps(_finite(content), default=str, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(_json_value(content), default=str, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _finite(value: Any) -> Any:
-    """The same with words for what JSON has no number for."""
+def _json_value(value: Any) -> Any:
+    """The value with words in place of numbers that JSON does not have: NaN and the infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_json_value(each) for each in value]
     return value
 
 
 def _md(run: Run) -> bytes:
-    mark = run.fingerprint
-    lines = [f"### {_plain(run.name)}: {run.verdict.level}", "", _plain(run.verdict.sentence), ""]
-    if parts := about(run):
-        lines += [" · ".join(map(_plain, parts)), ""]
-    if rows := [row for row in table(run) if row["worst"] is not None or row["key"].startswith("sampling/")]:
-        cells = [
-            (f"`{r['key']}`", *map(number, (r["start"], r["end"], r["worst"])), healthy_range(r["healthy"]))
-            for r in rows
-        ]
-        lines += _table(("metric", "start", "end", "worst", "healthy"), cells)
-    if correction := correction_in_words(mark.get("correction") or {}):
-        lines += [f"Correction: {_plain(correction)}", ""]
-    if gaps := run.worst_tokens():
-        cells = [
-            (
-                _code(f"{gap.before}▸{gap.token}◂{gap.after}"),
-                *map(number, (gap.p_train, gap.p_rollout, gap.d, gap.weight)),
-                str(gap.position),
-            )
-            for gap in gaps
-        ]
-        lines += [f"Worst tokens of step {gaps[0].step}:", ""]
-        lines += _table(("in context", "p trainer", "p engine", "d", "weight", "position"), cells)
-    if audit := mark.get("audit"):
-        cells = [
-            tuple(_plain(str(finding.get(name, ""))) for name in ("code", "found", "cost", "remedy"))
-            for finding in audit
-        ]
-        lines += ["Audit of the engine:", "", *_table(("code", "found", "cost", "remedy"), cells)]
-    if groups := settings(run):
-        lines += ["<details><summary>Settings and versions</summary>", ""]
-        cells = [(f"{group}", _code(name), _code(value)) for group, values in groups.items() for name, value in values]
-        lines += [*_table(("", "name", "value"), cells), "</details>", ""]
-    if run.missing:
-        lines += ["Missing:", "", *(f"- {_plain(sentence)}" for sentence in run.missing), ""]
+    lines = [
+        *(f"### {_plain(run.name)}: {run.verdict.level}", "", _plain(run.verdict.sentence), ""),
+        *_subtitle_md(run),
+        *_metrics_md(run),
+        *_correction_md(run),
+        *_worst_tokens_md(run),
+        *_audit_md(run),
+        *_settings_md(run),
+        *_missing_md(run),
+    ]
     return "\n".join(lines).encode()
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return [*markdown_table(head, rows), ""]
+def _subtitle_md(run: Run) -> list[str]:
+    parts = subtitle(run)
+    return [" · ".join(map(_plain, parts)), ""] if parts else []
+
+
+def _metrics_md(run: Run) -> list[str]:
+    rows = [
+        (f"`{row['key']}`", *map(number, (row["start"], row["end"], row["worst"])), healthy_range(row["healthy"]))
+        for row in run.metric_rows()
+        if row["worst"] is not None or row["key"].startswith("sampling/")
+    ]
+    return _table("", ("metric", "start", "end", "worst", "healthy"), rows)
+
+
+def _correction_md(run: Run) -> list[str]:
+    words = correction_in_words(run.fingerprint.get("correction") or {})
+    return [f"Correction: {_plain(words)}", ""] if words else []
+
+
+def _worst_tokens_md(run: Run) -> list[str]:
+    gaps = run.worst_tokens()
+    rows = [
+        (
+            _code(f"{gap.before}▸{gap.token}◂{gap.after}"),
+            *map(number, (gap.p_train, gap.p_rollout, gap.d, gap.weight)),
+            str(gap.position),
+        )
+        for gap in gaps
+    ]
+    title = f"Worst tokens of step {gaps[0].step}:" if gaps else ""
+    return _table(title, ("in context", "p trainer", "p engine", "d", "weight", "position"), rows)
+
+
+def _audit_md(run: Run) -> list[str]:
+    columns = ("code", "found", "cost", "remedy")
+    findings = run.fingerprint.get("audit") or []
+    rows = [tuple(_plain(str(finding.get(column, ""))) for column in columns) for finding in findings]
+    return _table("Audit of the engine:", columns, rows)
+
+
+def _settings_md(run: Run) -> list[str]:
+    groups = settings_by_group(run.fingerprint)
+    rows = [(group, _code(name), _code(value)) for group, values in groups.items() for name, value in values]
+    if not rows:
+        return []
+    title = "<details><summary>Settings and versions</summary>"
+    return [*_table(title, ("", "name", "value"), rows), "</details>", ""]
+
+
+def _missing_md(run: Run) -> list[str]:
+    return ["Missing:", "", *(f"- {_plain(sentence)}" for sentence in run.missing), ""] if run.missing else []
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table below its title; none without rows."""
+    if not rows:
+        return []
+    return [*((title, "") if title else ()), *markdown_table(columns, rows), ""]
 
 
 def _plain(text: str) -> str:
+    """Text of which Markdown makes nothing else."""
     return plain(one_line(text))
 
 
 def _code(text: str) -> str:
-    """Code, whatever is in it."""
+    """Text as code, whatever is in it."""
     text = one_line(text).replace("\\|", "\\ |").replace("|", "\\|")
     fence = "`"
     while fence in text:
@@ -157,4 +197,4 @@ def _code(text: str) -> str:
 
 
 FORMATS = {"html": _html, "png": _png, "json": _json, "md": _md}
-"""What a report can be written as, and what writes it."""
+"""The formats of a report, and the function that writes each."""
