@@ -5,7 +5,8 @@ import math
 
 import torch
 
-from trl_consistent.records.record import FOLDER, RECORDS, MismatchRecord
+from trl_consistent.records.folder import FOLDER, RECORDS
+from trl_consistent.records.record import MismatchRecord
 
 
 def record(step=1, gap=0.0, rows=2, rank=0, width=3, **changes):

@@ -20,9 +20,11 @@ from trl import GRPOTrainer
 
 from trl_consistent import ConsistentGRPOTrainer, MismatchAlertCallback, MismatchReportCallback
 from trl_consistent.compare.replay import replay
-from trl_consistent.records.logs import append_logs, read_logs, readable, run_logs
-from trl_consistent.records.record import MismatchRecord, merge_ranks, read_header
-from trl_consistent.records.store import RecordStore, read_records, record_files, set_aside
+from trl_consistent.records.folder import readable, set_aside
+from trl_consistent.records.header import read_header
+from trl_consistent.records.logs import append_logs, read_logs, run_logs
+from trl_consistent.records.record import MismatchRecord, merge_ranks
+from trl_consistent.records.store import RecordStore, read_records, record_files
 from trl_consistent.records.tokens import load_tokenizer, worst_tokens
 
 from ..processes import fresh_environment
@@ -90,8 +92,8 @@ def test_positions_count_tokens_only():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no tensors here", "is no record of a mismatch"),
-        (b"", "is no record of a mismatch"),
+        (b"no tensors here", "is not a mismatch record"),
+        (b"", "is not a mismatch record"),
     ],
 )
 def test_a_file_that_is_no_record_is_named(tmp_path, content, message):
@@ -103,7 +105,7 @@ def test_a_file_that_is_no_record_is_named(tmp_path, content, message):
 def test_safetensors_of_another_kind_newer_formats_and_missing_tensors_are_named(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="is a safetensors file, but no record"):
+    with pytest.raises(ValueError, match="is a safetensors file, but not a mismatch record"):
         MismatchRecord.load(path)
     save_file({"weight": torch.zeros(2)}, path, metadata={"mismatch_record": json.dumps({"format": 99})})
     with pytest.raises(ValueError, match="newer version .format 99.*upgrade"):
@@ -134,7 +136,7 @@ def test_a_header_that_holds_something_else_is_refused(tmp_path, name, value):
     record().save(path)
     header = {**read_header(path), name: value}
     save_file(load_file(path), path, {"mismatch_record": json.dumps(header)})
-    with pytest.raises(ValueError, match=f"a.safetensors is no record.*({name}|numbers)"):
+    with pytest.raises(ValueError, match=f"a.safetensors is not a mismatch record.*{name}"):
         read_header(path)
 
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from trl_consistent import cli
-from trl_consistent.records.record import MismatchRecord, read_header
+from trl_consistent.records.header import read_header
+from trl_consistent.records.record import MismatchRecord
 from trl_consistent.records.tokens import load_tokenizer
 from trl_consistent.tables import Marked, Table, print_tables
 
@@ -242,7 +243,7 @@ def test_wrong_paths_are_named_with_what_would_be_right(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert "nor in mismatch/records below it" in error("show", tmp_path / "empty")
     assert "neither .jsonl nor .parquet" in error("export", run, "-o", tmp_path / "rows.csv")
-    assert "no such folder" in error("export", run, "-o", tmp_path / "nowhere" / "rows.jsonl")
+    assert "there is no such folder" in error("export", run, "-o", tmp_path / "nowhere" / "rows.jsonl")
     (tmp_path / "rows.jsonl").mkdir()
     assert "it is a folder" in error("export", run, "-o", tmp_path / "rows.jsonl")
     one = run / "mismatch/records/step-00000100-rank-00000.safetensors"

@@ -6,9 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ..records.folder import FOLDER, set_aside
 from ..records.logs import append_logs
-from ..records.record import FOLDER
-from ..records.store import set_aside
 from .guarded import GuardedCallback
 
 

@@ -19,7 +19,7 @@ from ..correction.rules import Correction, Rejection, TrustRegion
 from ..correction.weights import CorrectionResult, correct, normalized, trust_region_mask
 from ..metrics.catalogue import METRICS
 from ..metrics.measure import correction_metrics, finalize, mean_weight, mismatch_metrics
-from ..records.logs import readable
+from ..records.folder import readable
 from ..records.record import MismatchRecord, merge_ranks
 from ..records.store import Recorded, recorded_steps
 from ..statistics import Stat, merge

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics.catalogue import METRICS
+from ..records.folder import FOLDER, LOGS, STATE
 from ..records.logs import run_logs
-from ..records.record import FOLDER, LOGS, STATE
 from ..records.store import Recorded, recorded_steps
 from ..tables import KEY_METRICS, Table, flat, judged
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of rollout batches: what the trainer writes and everything else reads."""
+"""Records of rollout batches, which the trainer writes and which diagnosis, comparison and report read."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as JSONL or Parquet, a row for each completion, for other programs. `tables.py` shows them to people."""
+"""Writes records as JSONL or Parquet for other programs, a row for each completion. `listing.py` shows them to people."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -9,13 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .logs import readable
+from .folder import readable
 from .record import MismatchRecord
 from .store import record_files
 from .tokens import decode, load_tokenizer
 
 
 FORMATS = ("jsonl", "parquet")
+"""The file formats, by suffix."""
+
+Row = dict[str, Any]
 
 _PER_TOKEN = {
     "mask": "bool",
@@ -33,38 +37,40 @@ _PER_TOKEN = {
 def export(path: str | Path, output: str | Path, format: str | None = None) -> int:
     """Writes the records at `path` to a file, one in memory at a time, whole or not at all.
 
-    A row has `step`, `rank`, `reason`, `completion` (row of the record), `prompt` and `text` (null without a tokenizer),
-    `prompt_ids`, and lists with an entry for each token of the completion: `completion_ids`, `tokens` (as text),
-    `mask`, the three rows of log-probs, `mismatch_log_ratio`, `weights`, `keep_mask` and `advantages` (that of the
-    completion, unless tokens have their own). What a record does not have is null. JSON has no NaN and no infinities:
-    they are null as well; Parquet keeps them.
+    A row has `step`, `rank`, `reason`, `completion` (its row in the record), `prompt`, `text` and `prompt_ids`, and lists with
+    an entry for each token of the completion: `completion_ids`, `tokens` (as text), `mask`, the three kinds of log-probs,
+    `mismatch_log_ratio`, `weights`, `keep_mask` and `advantages` (the one of the completion, unless every token has its own).
+    Texts are null without a tokenizer, and so is everything that a record does not have. JSON has no NaN and no infinities,
+    so they are null there; Parquet keeps them.
 
     Args:
-        path (`str` or `Path`): As of [`record_files`]. A record that cannot be read is left out, with a warning.
-        output (`str` or `Path`): The file; replaced if it is there.
-        format (`str`, *optional*): One of [`FORMATS`]; by the suffix of `output` if left out.
+        path (`str` or `Path`): A run's output folder, a folder of records, or one file. A record that cannot be read is left
+            out, with a warning.
+        output (`str` or `Path`): The file to write; replaced if it exists.
+        format (`str`, *optional*): One of [`FORMATS`]; the suffix of `output` if left out.
 
     Returns:
         How many completions were written.
 
     Raises:
-        `FileNotFoundError`: there are no records, or no folder for the output. `ValueError`: none can be read, or the format is unknown.
+        `FileNotFoundError`: There are no records, or the folder of the output does not exist.
+        `ValueError`: No record can be read, or the format is unknown.
     """
     output = Path(output)
     format = output.suffix.removeprefix(".") if format is None else format
     if format not in FORMATS:
         raise ValueError(f"{output} is neither .jsonl nor .parquet: name it so, or say which with --format.")
-    if output.is_dir() or not output.parent.is_dir():
-        raise FileNotFoundError(
-            f"Cannot write {output}: " + ("it is a folder." if output.is_dir() else "no such folder.")
-        )
+    if output.is_dir():
+        raise FileNotFoundError(f"Cannot write {output}: it is a folder.")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"Cannot write {output}: there is no such folder.")
     files = record_files(path)
     if output.resolve() in (file.resolve() for file in files):
         raise ValueError(f"{output} is one of the records: export to another file.")
     partial = output.with_name(f"{output.name}.partial")
     try:
         write = _write_jsonl if format == "jsonl" else _write_parquet
-        count = write(partial, _records(files, load_tokenizer(path)))
+        count = write(partial, _rows_by_record(files, load_tokenizer(path)))
         if not count:
             raise ValueError(f"No record at {path} can be read.")
         partial.replace(output)
@@ -73,79 +79,83 @@ def export(path: str | Path, output: str | Path, format: str | None = None) -> i
     return count
 
 
-def _records(files: list[Path], tokenizer: Any) -> Iterator[list[dict[str, Any]]]:
+def _rows_by_record(files: list[Path], tokenizer: Any) -> Iterator[list[Row]]:
     """The rows of one record after another, with a progress bar where someone watches."""
     from tqdm import tqdm
 
-    texts: dict[int, str] = {}
-
+    @functools.cache
     def text(token: int) -> str:
-        if token not in texts:
-            texts[token] = decode(tokenizer, [token])
-        return texts[token]
+        return decode(tokenizer, [token])
 
-    for _, record in readable(
-        tqdm(files, desc="Records", unit="file", leave=False, disable=None), MismatchRecord.load
-    ):
+    shown = tqdm(files, desc="Records", unit="file", leave=False, disable=None)
+    for _, record in readable(shown, MismatchRecord.load):
         yield list(_rows(record, tokenizer, text))
         del record  # before the next is read
 
 
-def _rows(record: MismatchRecord, tokenizer: Any, text: Callable[[int], str]) -> Iterator[dict[str, Any]]:
+def _rows(record: MismatchRecord, tokenizer: Any, text: Callable[[int], str]) -> Iterator[Row]:
+    """The rows of a record; `text` is the text of a single token."""
     columns: dict[str, Tensor | None] = {name: getattr(record, name) for name in _PER_TOKEN}
     if record.advantages is not None and record.advantages.dim() == 1:
         columns["advantages"] = record.advantages.unsqueeze(1).expand_as(record.mask)
     for index in range(len(record.mask)):
-        inside = record.completion_mask[index].bool()
-        prompt = record.prompt_ids[index][record.prompt_mask[index].bool()].tolist()
-        ids = record.completion_ids[index][inside].tolist()
-        yield {
+        is_token = record.completion_mask[index].bool()
+        prompt_ids = record.prompt_ids[index][record.prompt_mask[index].bool()].tolist()
+        ids = record.completion_ids[index][is_token].tolist()
+        row = {
             "step": record.step,
             "rank": record.rank,
             "reason": record.reason,
             "completion": index,
-            "prompt": None if tokenizer is None else decode(tokenizer, prompt),
+            "prompt": None if tokenizer is None else decode(tokenizer, prompt_ids),
             "text": None if tokenizer is None else decode(tokenizer, ids),
-            "prompt_ids": prompt,
+            "prompt_ids": prompt_ids,
             "completion_ids": ids,
             "tokens": None if tokenizer is None else [text(token) for token in ids],
-            **{name: None if x is None else x[index][inside].tolist() for name, x in columns.items()},
         }
+        for name, values in columns.items():
+            row[name] = None if values is None else values[index][is_token].tolist()
+        yield row
 
 
-def _write_jsonl(path: Path, batches: Iterator[list[dict[str, Any]]]) -> int:
+def _write_jsonl(path: Path, records: Iterator[list[Row]]) -> int:
     count = 0
     with path.open("w", encoding="utf-8") as file:
-        for rows in batches:
+        for rows in records:
             for row in rows:
-                known = {
-                    name: _known(row[name]) if kind == "float" else row[name] for name, kind in _PER_TOKEN.items()
-                }
-                file.write(json.dumps({**row, **known}, ensure_ascii=False, allow_nan=False) + "\n")
+                for name, kind in _PER_TOKEN.items():
+                    if kind == "float":
+                        row[name] = _finite_or_null(row[name])
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
             count += len(rows)
     return count
 
 
-def _known(values: list[float] | None) -> list[float | None] | None:
+def _finite_or_null(values: list[float] | None) -> list[float | None] | None:
     return None if values is None else [value if math.isfinite(value) else None for value in values]
 
 
-def _write_parquet(path: Path, batches: Iterator[list[dict[str, Any]]]) -> int:
+def _write_parquet(path: Path, records: Iterator[list[Row]]) -> int:
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter
 
-    types = {"bool": pa.bool_(), "float": pa.float32()}
-    ids, text = pa.list_(pa.int32()), pa.string()
-    schema = pa.schema(
-        {
-            **{"step": pa.int64(), "rank": pa.int64(), "reason": text, "completion": pa.int64()},
-            **{"prompt": text, "text": text, "prompt_ids": ids, "completion_ids": ids, "tokens": pa.list_(text)},
-            **{name: pa.list_(types[kind]) for name, kind in _PER_TOKEN.items()},
-        }
-    )
+    kinds = {"bool": pa.bool_(), "float": pa.float32()}
+    types = {
+        "step": pa.int64(),
+        "rank": pa.int64(),
+        "reason": pa.string(),
+        "completion": pa.int64(),
+        "prompt": pa.string(),
+        "text": pa.string(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "completion_ids": pa.list_(pa.int32()),
+        "tokens": pa.list_(pa.string()),
+    }
+    types |= {name: pa.list_(kinds[kind]) for name, kind in _PER_TOKEN.items()}
+    schema = pa.schema(types)
     count = 0
     with ParquetWriter(path, schema) as writer:
-        for rows in batches:
+        for rows in records:
             writer.write_table(pa.Table.from_pylist(rows, schema))
             count += len(rows)
     return count

@@ -1,38 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logs of a run: written line by line, and read from there or from the trainer's state."""
+"""Writes the logs of a run line by line while it trains, and reads them from there and from the trainer's state."""
 
 import contextlib
 import json
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from .record import FOLDER, LOGS, STATE
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-def readable(
-    files: Iterable[Path], read: Callable[[Path], T], problems: list[str] | None = None
-) -> Iterator[tuple[Path, T]]:
-    """Each file with what `read` makes of it. One that cannot be read is left out, with a sentence in `problems` or, without
-    it, a warning; one that a run has removed meanwhile, without a word."""
-    for file in files:
-        try:
-            yield file, read(file)
-        except FileNotFoundError:
-            continue
-        except (ValueError, OSError) as error:
-            _tell(f"{file.name} cannot be read: {error}", problems)
-
-
-def _tell(problem: str, problems: list[str] | None) -> None:
-    logger.warning(problem) if problems is None else problems.append(problem)
+from .folder import FOLDER, LOGS, STATE, report_problem
 
 
 def append_logs(folder: str | Path, logs: dict[str, Any]) -> None:
@@ -49,7 +26,10 @@ def append_logs(folder: str | Path, logs: dict[str, Any]) -> None:
 
 
 def read_logs(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's logs, without one that a killed run left half written; none if there are none."""
+    """Reads the lines of a run's logs; `folder` is its `mismatch` folder.
+
+    A line that a killed run left half written is left out. Without logs, the list is empty.
+    """
     try:
         lines = (Path(folder) / LOGS).read_text().splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -64,41 +44,61 @@ def _parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def run_logs(run: str | Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """What the run in this output folder has logged, an entry a step: `trainer_state.json`, its own or that of a checkpoint,
-    whichever got farthest, and the live logs; empty if there are none.
+    """Everything that a run has logged, one entry a step, ascending; empty if there are no logs.
+
+    The logs that we write while a run trains come first. For the steps before them, and for runs of TRL's trainer, there is
+    `trainer_state.json`, of the run or of a checkpoint, whichever got farthest.
 
     Args:
-        run (`str` or `Path`): Of our trainer or of TRL's.
-        problems (`list[str]`, *optional*): Gets a sentence for each file that cannot be read; they are warnings without it.
+        run (`str` or `Path`): The output folder of a run of our trainer or of TRL's.
+        problems (`list[str]`, *optional*): Gets a sentence for each file that cannot be read. Without it, each is a warning.
     """
     run = Path(run)
-    states: list[tuple[int, dict[int, dict[str, Any]]]] = []
+    states = _states(run, problems)
+    live = _by_step(read_logs(run / FOLDER))
+    if live:  # an earlier run may have left its states here
+        states = [state for state in states if _agree(state.logs, live)]
+    found: dict[int, dict[str, Any]] = {}
+    if states:
+        farthest = max(states, key=lambda state: state.step)
+        found = {step: logs for step, logs in farthest.logs.items() if not live or step < min(live)}
+    found |= live
+    return [found[step] for step in sorted(found)]
+
+
+@dataclass(frozen=True)
+class _State:
+    """A `trainer_state.json`."""
+
+    step: int
+    """The optimizer step that it was saved after."""
+    logs: dict[int, dict[str, Any]]
+    """What had been logged, by step."""
+
+
+def _states(run: Path, problems: list[str] | None) -> list[_State]:
+    """The states of a run and of its checkpoints that can be read."""
+    states = []
     for file in [run / STATE, *run.glob(f"checkpoint-*/{STATE}")]:
         if not file.is_file():
             continue
         try:
             state = json.loads(file.read_text())
-            states.append((state.get("global_step", 0), _by_step(list(state["log_history"]))))
+            states.append(_State(state.get("global_step", 0), _by_step(list(state["log_history"]))))
         except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
-            _tell(f"{file.relative_to(run)} cannot be read: {type(error).__name__}: {error}.", problems)
-    live = _by_step(read_logs(run / FOLDER))
-    if live:  # an earlier run may have left states here: only what came before, of one that agrees, is of this run
-        states = [
-            (step, {at: saved[at] for at in saved if at < min(live)}) for step, saved in states if _agree(saved, live)
-        ]
-    saved = max(states, key=lambda state: state[0])[1] if states else {}
-    found = {**saved, **live}
-    return [found[step] for step in sorted(found)]
+            problem = f"{file.relative_to(run)} cannot be read: {type(error).__name__}: {error}."
+            report_problem(problem, problems)
+    return states
 
 
 def _agree(saved: dict[int, dict[str, Any]], live: dict[int, dict[str, Any]]) -> bool:
-    """Whether two logs are of one run: they have a step in common, and say the same of it."""
+    """Whether two logs are of the same run: they have a step in common, and every common step has the same values."""
     common = saved.keys() & live.keys()
     return bool(common) and all(live[step].get(key) == value for step in common for key, value in saved[step].items())
 
 
 def _by_step(entries: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """One entry a step. Where the steps go back, the run was resumed: what it had logged beyond is no longer so."""
+    """One entry a step. Where the steps go back, the run was resumed, and what it had logged beyond is dropped."""
     found: dict[int, dict[str, Any]] = {}
     newest = -1
     for entry in entries:

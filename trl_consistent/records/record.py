@@ -10,29 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..metrics.measure import finalize, mismatch_metrics
 from ..ratios import mismatch_log_ratio
+from .header import FORMAT, HEADER_KEY, read_header
 
 
-FORMAT = 1
-FOLDER, RECORDS, LOGS, TOKENIZER = "mismatch", "records", "logs.jsonl", "tokenizer"
-STATE = "trainer_state.json"
-"""What the trainers of transformers write, with all that was logged."""
+# How each tensor is stored.
+_DTYPES = {
+    **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
+    **dict.fromkeys(("prompt_mask", "completion_mask", "mask", "keep_mask"), torch.bool),
+    **dict.fromkeys(
+        ("sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps", "advantages", "weights"),
+        torch.float32,
+    ),
+}
 
-
-_LEFT = ("prompt_ids", "prompt_mask")  # padded on the left, as TRL does
+_PADDED_ON_THE_LEFT = ("prompt_ids", "prompt_mask")  # as in TRL's batches
 
 
 @dataclass
 class MismatchRecord:
     """
-    A rollout batch as the trainer saw it, or what was kept of it, with where it came from.
+    A rollout batch as the trainer saw it, or the worst part of it, with where it came from.
 
-    `B` completions, `P` prompt tokens padded on the left, `T` completion tokens padded on the right, as in TRL's batches.
+    It has `B` completions, `P` prompt tokens padded on the left and `T` completion tokens padded on the right, as TRL's
+    batches have.
 
     Example:
 
@@ -43,50 +49,50 @@ class MismatchRecord:
     """
 
     prompt_ids: Tensor
-    """`(B, P)` int32, token ids of the prompts."""
+    """Token ids of the prompts, `(B, P)` int32."""
     prompt_mask: Tensor
-    """`(B, P)` bool, which of them are tokens."""
+    """Which columns of a prompt are tokens and not padding, `(B, P)` bool."""
     completion_ids: Tensor
-    """`(B, T)` int32, token ids of the completions; tool results are among them."""
+    """Token ids of the completions, tool results included, `(B, T)` int32."""
     completion_mask: Tensor
-    """`(B, T)` bool, which of them are tokens."""
+    """Which columns of a completion are tokens and not padding, `(B, T)` bool."""
     mask: Tensor
-    """`(B, T)` bool, the loss mask before rejections: tokens that the model wrote."""
+    """Loss mask before rejections, the tokens that the model wrote, `(B, T)` bool."""
     sampling_per_token_logps: Tensor
-    """`(B, T)` float32, nats, of the rollout engine; NaN where it has none."""
+    """Log-probs of the rollout engine, `(B, T)` float32, nats; NaN where the engine reported none."""
     old_per_token_logps: Tensor
-    """`(B, T)` float32, nats, of the trainer at the weights that sampled."""
+    """Log-probs of the trainer at the weights that sampled, `(B, T)` float32, nats."""
     ref_per_token_logps: Tensor | None = None
-    """`(B, T)` float32, nats, of the reference, where the loss has one."""
+    """Log-probs of the reference model, where the loss has one, `(B, T)` float32, nats."""
     advantages: Tensor | None = None
-    """`(B,)` or `(B, T)` float32, before any correction is folded into them."""
+    """Advantages before any correction, `(B,)` or `(B, T)` float32."""
     weights: Tensor | None = None
-    """`(B, T)` float32, what the loss multiplies the policy term by; `None` without a correction. Where old log-probs are
-    recomputed, trust regions come later and are not in it."""
+    """What the loss multiplies the policy term by, `(B, T)` float32; `None` without a correction. Where old log-probs are
+    recomputed, trust regions act later and are not in it."""
     keep_mask: Tensor | None = None
-    """`(B, T)` bool, `mask` after rejections; `None` without a correction."""
+    """`mask` after rejections, `(B, T)` bool; `None` without a correction."""
     step: int = 0
-    """The optimizer step it was rolled out for, as in the logs: the first is 1."""
+    """The optimizer step that the batch was sampled for, as in the logs: the first is 1."""
     rank: int | None = 0
-    """Which process wrote it; `None` once those of all ranks were merged."""
+    """Rank of the process that wrote the record; `None` if the records of all ranks were merged."""
     reason: str = "periodic"
-    """Why it was written: `"periodic"`, or the alert."""
+    """Why the record was written: `"periodic"`, or the alert."""
     cut_from: int | None = None
-    """Of how many completions these are the worst, where the whole batch was too large; `None` if they are all."""
+    """Number of completions in the batch, if it was too large and only the worst ones were kept; else `None`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the whole rollout batch, all ranks, by key of [`METRICS`]; of these completions if left out."""
+    """Metrics of the whole rollout batch, all ranks, by key of [`METRICS`]; those of these completions if left out."""
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """What it came from, JSON: `model`, `trainer`, `engine`, `sampling`, `correction`, `versions`, `audit`, `weights` (the
-    optimizer step after which the engine got them, and a hash), ..."""
+    """What the run is made of, as JSON: `model`, `trainer`, `engine`, `sampling`, `correction`, `versions`, `audit`, `weights`
+    (the optimizer step after which the engine got them, and a hash), ..."""
 
     @property
     def mismatch_log_ratio(self) -> Tensor:
-        """`(B, T)`, see [`mismatch_log_ratio`]; 0 outside the mask."""
+        """Mismatch log-ratio of each token, `(B, T)`, nats; 0 outside the mask."""
         return mismatch_log_ratio(self.old_per_token_logps, self.sampling_per_token_logps, self.mask)
 
     @property
     def position_ids(self) -> Tensor:
-        """`(B, T)`, where each completion token stands in its sequence; padding does not count."""
+        """Position of each completion token in its sequence, `(B, T)`; padding does not count."""
         return self.prompt_mask.sum(1, keepdim=True) + self.completion_mask.long().cumsum(1) - 1
 
     def own_metrics(self) -> dict[str, float]:
@@ -94,41 +100,24 @@ class MismatchRecord:
         return finalize(mismatch_metrics(self.old_per_token_logps, self.sampling_per_token_logps, self.mask))
 
     def rows(self, index: Tensor) -> "MismatchRecord":
-        """The same with only some of its completions."""
-        return self._with({name: tensor[index] for name, tensor in self._tensors().items()})
-
-    def _with(self, changes: dict[str, Any]) -> "MismatchRecord":
+        """The same record with only some of its completions."""
+        changes: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
         return dataclasses.replace(self, **changes)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-    def _stored(self) -> dict[str, Tensor]:
-        """On the CPU, as narrow as it gets, without columns that are padding in every row."""
-        used = self.completion_mask.bool().any(0).nonzero()
-        width = int(used.max()) + 1 if len(used) else 0
-        padding = int((~self.prompt_mask.bool().any(0)).long().cumprod(0).sum())
-        stored = {}
-        for name, tensor in self._tensors().items():
-            if name in _LEFT:
-                tensor = tensor[:, padding:]
-            elif tensor.dim() == 2:
-                tensor = tensor[:, :width]
-            dtype = _DTYPES[name]
-            # a copy: safetensors refuses fields that are one tensor, such as `mask` and `completion_mask` without tools
-            stored[name] = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-        return stored
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that this record has, by field."""
+        found = {name: getattr(self, name) for name in _DTYPES}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes its tensors take on disk, padding included."""
-        return sum(x.numel() * _DTYPES[name].itemsize for name, x in self._tensors().items())
+        """How many bytes the tensors take on disk, with all their padding."""
+        return sum(tensor.numel() * _DTYPES[name].itemsize for name, tensor in self.tensors().items())
 
     def save(self, path: str | Path) -> None:
-        """Writes the file whole or not at all: under another name first, then renamed."""
+        """Writes the record to a file, whole or not at all: under another name first, which is then replaced."""
         path = Path(path)
-        stored = self._stored()
+        stored = self._stored_tensors()
         header = {
             "format": FORMAT,
             "step": self.step,
@@ -142,7 +131,7 @@ class MismatchRecord:
         }
         partial = path.with_name(f"{path.name}.partial")
         try:
-            save_file(stored, partial, metadata={"mismatch_record": json.dumps(header, default=str)})
+            save_file(stored, partial, metadata={HEADER_KEY: json.dumps(header, default=str)})
             with partial.open("rb") as written:
                 os.fsync(written.fileno())
             partial.replace(path)
@@ -154,110 +143,71 @@ class MismatchRecord:
         """Reads a file that [`save`] wrote.
 
         Raises:
-            `ValueError`: it is no record, or one of a newer version; names the file.
+            `ValueError`: The file is not a record, is incomplete, or was written by a newer version; names the file.
         """
         header = read_header(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys() if name in _DTYPES}
-        needed = {
-            each.name
-            for each in dataclasses.fields(cls)
-            if each.name in _DTYPES and each.default is dataclasses.MISSING
-        }
-        if missing := needed - tensors.keys():
-            raise ValueError(f"{path} is no whole record: it lacks {', '.join(sorted(missing))}.")
-        own: dict[str, Any] = {name: header[name] for name in ("step", "rank", "reason", "metrics", "fingerprint")}
-        return cls(**{**tensors, **own, "cut_from": header.get("cut_from")})
+        fields = dataclasses.fields(cls)
+        required = {each.name for each in fields if each.name in _DTYPES and each.default is dataclasses.MISSING}
+        if missing := required - tensors.keys():
+            raise ValueError(f"{path} is not a complete record: it lacks {', '.join(sorted(missing))}.")
+        values: dict[str, Any] = {name: header[name] for name in ("step", "rank", "reason", "metrics", "fingerprint")}
+        return cls(**tensors, **values, cut_from=header.get("cut_from"))
 
-
-_DTYPES = {
-    **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
-    **dict.fromkeys(("prompt_mask", "completion_mask", "mask", "keep_mask"), torch.bool),
-    **dict.fromkeys(
-        ("sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps", "advantages", "weights"),
-        torch.float32,
-    ),
-}
-
-
-_HEADER: dict[str, Any] = {
-    "step": int,
-    "rank": int | None,
-    "reason": str,
-    "completions": int,
-    "tokens": int,
-    "metrics": dict,
-    "fingerprint": dict,
-}
-
-
-def read_header(path: str | Path) -> dict[str, Any]:
-    """The line of JSON in a record's header, without its tensors: `step`, `rank`, `reason`, `completions`, `tokens`,
-    `metrics` and `fingerprint`.
-
-    Raises:
-        `ValueError`: it is no record, or one of a newer version; names the file.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            line = (file.metadata() or {}).get("mismatch_record")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no record of a mismatch: {error}.") from None
-    if line is None:
-        raise ValueError(f"{path} is a safetensors file, but no record of a mismatch.")
-    try:
-        header = json.loads(line)
-        newer = header["format"] > FORMAT
-        lacking = _HEADER.keys() - header.keys()
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is no record of a mismatch: its header says {line[:80]!r}.") from None
-    if newer:
-        raise ValueError(
-            f"{path} was written by a newer version (format {header['format']}, this one reads up to {FORMAT}): "
-            "upgrade trl-consistent."
-        )
-    if lacking:
-        raise ValueError(f"{path} is no whole record: its header lacks {', '.join(sorted(lacking))}.")
-    for name, kind in _HEADER.items():
-        if not isinstance(header[name], kind) or isinstance(header[name], bool):
-            raise ValueError(
-                f"{path} is no record of a mismatch: its header has {str(header[name])[:80]!r} as {name}."
-            )
-    correction, audit = header["fingerprint"].get("correction") or {}, header["fingerprint"].get("audit") or []
-    if not isinstance(correction, dict) or not isinstance(audit, list) or not all(isinstance(x, dict) for x in audit):
-        raise ValueError(
-            f"{path} is no record of a mismatch: its fingerprint has a correction or an audit that is none."
-        )
-    numbers = {"step": header["step"], "completions": header["completions"], **header["metrics"]}
-    if any(not isinstance(value, int | float) for value in numbers.values()) or header["step"] < 0:
-        raise ValueError(f"{path} is no record of a mismatch: its header has numbers that are none.")
-    return header
-
-
-def _joined(reasons: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(each for reason in reasons for each in reason.split("; ")))
+    def _stored_tensors(self) -> dict[str, Tensor]:
+        """Copies on the CPU, each in its type on disk, without columns that are padding in every row."""
+        used = self.completion_mask.bool().any(0).nonzero()
+        width = int(used.max()) + 1 if len(used) else 0
+        padding = int((~self.prompt_mask.bool().any(0)).long().cumprod(0).sum())
+        stored = {}
+        for name, tensor in self.tensors().items():
+            if name in _PADDED_ON_THE_LEFT:
+                tensor = tensor[:, padding:]
+            elif tensor.dim() == 2:
+                tensor = tensor[:, :width]
+            # a copy: safetensors refuses fields that are one tensor, such as `mask` and `completion_mask` without tools
+            stored[name] = tensor.detach().to("cpu", _DTYPES[name], copy=True, memory_format=torch.contiguous_format)
+        return stored
 
 
 def merge_ranks(records: list[MismatchRecord]) -> MismatchRecord:
-    """One record with the completions of all, padded to the longest; everything else is the first one's."""
+    """One record with the completions of several, padded to the longest.
+
+    A tensor that not all of them have is left out. Step, metrics and fingerprint are those of the first.
+    """
     if len(records) == 1:
         return records[0]
     tensors: dict[str, list[Tensor]] = {}
     for record in records:
-        for name, tensor in record._tensors().items():
+        for name, tensor in record.tensors().items():
             tensors.setdefault(name, []).append(tensor)
-    whole = {name: each for name, each in tensors.items() if len(each) == len(records)}
-    merged = {name: torch.cat(_padded(each, left=name in _LEFT)) for name, each in whole.items()}
-    missing = dict.fromkeys(tensors.keys() - whole.keys())
-    reason = _joined(record.reason for record in records)
-    cut = sum(record.cut_from or len(record.mask) for record in records)
-    cut_from = cut if any(record.cut_from for record in records) else None
-    return records[0]._with({**merged, **missing, "rank": None, "reason": reason, "cut_from": cut_from})
+    changes: dict[str, Any] = {}
+    for name, parts in tensors.items():
+        is_whole = len(parts) == len(records)
+        changes[name] = torch.cat(_padded(parts, left=name in _PADDED_ON_THE_LEFT)) if is_whole else None
+    is_cut = any(record.cut_from for record in records)
+    return dataclasses.replace(
+        records[0],
+        rank=None,
+        reason=join_reasons(record.reason for record in records),
+        cut_from=sum(record.cut_from or len(record.mask) for record in records) if is_cut else None,
+        **changes,
+    )
+
+
+def join_reasons(reasons: Iterable[str]) -> str:
+    """The reasons that the ranks of a step had to write a record, each once, joined by `; `."""
+    return "; ".join(dict.fromkeys(each for reason in reasons for each in reason.split("; ")))
 
 
 def _padded(tensors: list[Tensor], left: bool) -> list[Tensor]:
+    """The tensors, padded to the width of the widest; those of one dimension as they are."""
     if tensors[0].dim() == 1:
         return tensors
     width = max(tensor.shape[1] for tensor in tensors)
-    sides = [(width - tensor.shape[1], 0) if left else (0, width - tensor.shape[1]) for tensor in tensors]
-    return [torch.nn.functional.pad(tensor, side) for tensor, side in zip(tensors, sides, strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = width - tensor.shape[1]
+        padded.append(torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing)))
+    return padded

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run's records: writing within limits, finding, and reading."""
+"""Writes records within limits, finds them, and says which steps were recorded. The file format is in `record.py`."""
 
 import contextlib
 import dataclasses
-import logging
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .logs import readable
-from .record import FOLDER, LOGS, RECORDS, MismatchRecord, _joined, merge_ranks, read_header
+from .folder import FOLDER, RECORDS, readable
+from .header import read_header
+from .record import MismatchRecord, join_reasons, merge_ranks
 
-
-logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 40
 """How many records each rank of a training keeps."""
@@ -23,10 +20,13 @@ _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.safetensors")
 
 
 def record_files(path: str | Path) -> list[Path]:
-    """The records at `path`: a run's output folder, a folder of records, or one file; by step, then rank.
+    """Finds the record files at `path`, which is a run's output folder, a folder of records, or one file.
+
+    Returns:
+        The files, by step, then by rank.
 
     Raises:
-        `FileNotFoundError`: there are none; says where it looked.
+        `FileNotFoundError`: There are no records; says where it looked.
     """
     path = Path(path)
     if path.is_file():
@@ -42,56 +42,65 @@ def record_files(path: str | Path) -> list[Path]:
 
 
 def read_records(path: str | Path) -> list[MismatchRecord]:
-    """The records at `path` as of [`record_files`], those of the ranks of a step merged into one, by step.
+    """Reads the records at `path`, by step; the records that the ranks wrote of a step are merged into one.
+
+    Args:
+        path (`str` or `Path`): A run's output folder, a folder of records, or one file.
 
     Raises:
-        `FileNotFoundError`: there are none. `ValueError`: one of them cannot be read.
+        `FileNotFoundError`: There are no records.
+        `ValueError`: One of the records cannot be read.
     """
-    return [merge_ranks([MismatchRecord.load(file) for file in of_step]) for of_step in _grouped_files(path)]
+    return [merge_ranks([MismatchRecord.load(file) for file in files]) for files in _files_by_step(path)]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One recorded step, from the headers of its files, one of each rank."""
+    """One recorded step, from the headers of its files; every rank wrote a file."""
 
     step: int
-    """Of the optimizer."""
+    """Optimizer step."""
     files: list[Path]
-    """Those that can be read, by rank."""
+    """The files that can be read, by rank."""
     reason: str
-    """Why it was written."""
+    """Why the step was recorded."""
     completions: int
-    """Of all ranks."""
+    """Number of completions, all ranks."""
     tokens: int
-    """In the loss mask, of all ranks."""
+    """Number of tokens in the loss mask, all ranks."""
     is_cut: bool
-    """Whether only the worst completions of the batch are there."""
+    """Whether only the worst completions of the batch were recorded."""
     metrics: dict[str, float]
-    """Of the whole rollout batch."""
+    """Metrics of the whole rollout batch."""
     fingerprint: dict[str, Any]
-    """What it came from."""
+    """What the run is made of, see [`MismatchRecord`]."""
 
 
 def recorded_steps(*paths: str | Path, problems: list[str] | None = None) -> list[Recorded]:
-    """The steps that are recorded at `paths`, each as of [`record_files`], without reading tensors; `problems` as of
-    [`readable`].
+    """The steps that are recorded at `paths`, from the headers of the files alone.
+
+    Args:
+        paths (`str` or `Path`): Output folders of runs, folders of records, or files.
+        problems (`list[str]`, *optional*): Gets a sentence for each file that cannot be read. Without it, each is a warning.
 
     Raises:
-        `FileNotFoundError`: there are none at one of them.
+        `FileNotFoundError`: One of the paths has no records.
     """
     steps = []
-    for files in _grouped_files(*paths):
-        if not (headers := dict(readable(files, read_header, problems))):
+    for files in _files_by_step(*paths):
+        by_file = dict(readable(files, read_header, problems))
+        headers = list(by_file.values())
+        if not headers:
             continue
-        first, *_ = found = list(headers.values())
+        first = headers[0]
         steps.append(
             Recorded(
                 step=first["step"],
-                files=list(headers),
-                reason=_joined(header["reason"] for header in found),
-                completions=sum(header["completions"] for header in found),
-                tokens=sum(header["tokens"] for header in found),
-                is_cut=any(header.get("cut_from") for header in found),
+                files=list(by_file),
+                reason=join_reasons(header["reason"] for header in headers),
+                completions=sum(header["completions"] for header in headers),
+                tokens=sum(header["tokens"] for header in headers),
+                is_cut=any(header.get("cut_from") for header in headers),
                 metrics=first["metrics"],
                 fingerprint=first["fingerprint"],
             )
@@ -99,32 +108,38 @@ def recorded_steps(*paths: str | Path, problems: list[str] | None = None) -> lis
     return steps
 
 
-def _grouped_files(*paths: str | Path) -> list[list[Path]]:
-    """The records at `paths`, those of the ranks of a step together."""
-    groups: dict[tuple[Path, str], dict[Path, None]] = {}
-    for file in (file.resolve() for path in paths for file in record_files(path)):
+def _files_by_step(*paths: str | Path) -> list[list[Path]]:
+    """The record files at `paths`, each once, those of a step of a folder together."""
+    files = dict.fromkeys(file.resolve() for path in paths for file in record_files(path))
+    groups: dict[tuple[Path, str], list[Path]] = {}
+    for file in files:
         name = _NAME.fullmatch(file.name)
-        groups.setdefault((file.parent, name.group(1) if name else file.name), {})[file] = None
-    return [list(group) for group in groups.values()]
+        step = name.group(1) if name else file.name
+        groups.setdefault((file.parent, step), []).append(file)
+    return list(groups.values())
 
 
 class RecordStore:
     """
-    The records of one rank in a folder, within limits: the newest half is kept, and of the older ones those with the
-    largest [`severity`].
+    Keeps the records of one rank in a folder, within limits. Of more records than fit, the newest half is kept, and of the
+    older half those with the largest [`severity`].
 
     Args:
-        folder (`str` or `Path`): Made when the first record is written.
-        max_count (`int`): How many records, at least 1.
-        max_bytes (`int`): How much they take together. A record that takes more by itself is cut to its worst completions.
-        rank (`int`, *optional*, defaults to `0`): Of this process.
+        folder (`str` or `Path`): The folder, which is made when the first record is written.
+        max_count (`int`): How many records to keep, at least 1.
+        max_bytes (`int`): How many bytes they may take together. A record that takes more by itself is cut to its worst
+            completions.
+        rank (`int`, *optional*, defaults to `0`): Rank of this process.
     """
 
     def __init__(self, folder: str | Path, max_count: int, max_bytes: int, rank: int = 0):
-        self.folder, self.max_count, self.max_bytes, self.rank = Path(folder), max_count, max_bytes, rank
+        self.folder = Path(folder)
+        self.max_count = max_count
+        self.max_bytes = max_bytes
+        self.rank = rank
 
     def write(self, record: MismatchRecord) -> Path:
-        """Writes `record`, whole or not at all, then removes what is beyond the limits."""
+        """Writes a record, whole or not at all, then removes records beyond the limits. Returns the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = dataclasses.replace(self._cut(record), rank=self.rank)
         path = self.folder / f"step-{record.step:08}-rank-{self.rank:05}.safetensors"
@@ -133,30 +148,32 @@ class RecordStore:
         return path
 
     def forget(self, after: int, ranks: int) -> None:
-        """Removes the records of this rank beyond step `after`, of a run that goes on from there or begins anew, and those of
-        ranks that there are no more. Rank 0 does the latter."""
+        """Removes the records of this rank of steps beyond `after`, before a run goes on from that step.
+
+        Rank 0 also removes those of ranks that the run does not have any more; it has `ranks` of them.
+        """
         for file in self.folder.glob("step-*-rank-*.safetensors"):
             if (name := _NAME.fullmatch(file.name)) is None:
                 continue
             step, rank = map(int, name.groups())
-            if step > after and (rank == self.rank or (self.rank == 0 and rank >= ranks)):
+            is_ours = rank == self.rank or (self.rank == 0 and rank >= ranks)
+            if step > after and is_ours:
                 file.unlink(missing_ok=True)
 
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob(f"step-*-rank-{self.rank:05}.safetensors"))
-
     def _cut(self, record: MismatchRecord) -> MismatchRecord:
+        """The record or, if it is too large, its completions with the largest mean |d|, as many as fit."""
         if record.nbytes <= self.max_bytes:
             return record
-        worst = record.mismatch_log_ratio.abs().nan_to_num(0.0).sum(1) / record.mask.sum(1).clamp(min=1)
-        number = max(1, len(worst) * self.max_bytes // record.nbytes)
-        return record.rows(worst.topk(number).indices.sort().values)._with({"cut_from": len(worst)})
+        gaps = record.mismatch_log_ratio.abs().nan_to_num(0.0).sum(1) / record.mask.sum(1).clamp(min=1)
+        number = max(1, len(gaps) * self.max_bytes // record.nbytes)
+        worst = gaps.topk(number).indices.sort().values
+        return dataclasses.replace(record.rows(worst), cut_from=len(gaps))
 
     def _evict(self, keep: Path) -> None:
-        """Removes the least bad of the older half until both limits hold, and what killed runs left half written."""
+        """Removes the least bad of the older half until both limits hold, and files that killed runs left half written."""
         for partial in self.folder.glob(f"step-*-rank-{self.rank:05}.safetensors.partial"):
             partial.unlink(missing_ok=True)
-        files = self._files()
+        files = sorted(self.folder.glob(f"step-*-rank-{self.rank:05}.safetensors"))
         sizes = {file: file.stat().st_size for file in files}
         while len(files) > 1 and (len(files) > self.max_count or sum(sizes[file] for file in files) > self.max_bytes):
             older = files[: len(files) - len(files) // 2]
@@ -166,7 +183,7 @@ class RecordStore:
 
 
 def severity(metrics: dict[str, float]) -> tuple[float, float]:
-    """What makes a rollout batch worse than another: infinite ratios, then k3."""
+    """How bad a rollout batch is, by its metrics: first the number of infinite ratios, then k3."""
     return metrics.get("mismatch/nonfinite_count", 0.0), metrics.get("mismatch/k3/mean", 0.0)
 
 
@@ -174,14 +191,3 @@ def _severity_of(file: Path) -> tuple[float, float]:
     with contextlib.suppress(ValueError, FileNotFoundError):
         return severity(read_header(file)["metrics"])
     return 0.0, 0.0
-
-
-def set_aside(folder: str | Path) -> None:
-    """Renames the `mismatch` folder of an earlier run to `mismatch.old`, and removes what was there before it. A run that
-    left neither records nor logs is not worth it."""
-    folder = Path(folder)
-    if (folder / LOGS).exists() or any(folder.glob(f"{RECORDS}/step-*.safetensors")):
-        earlier = folder.with_name(f"{folder.name}.old")
-        shutil.rmtree(earlier, ignore_errors=True)
-        folder.replace(earlier)
-        logger.info(f"The records of an earlier run are in {earlier} now.")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .record import RECORDS, TOKENIZER, MismatchRecord
+from .folder import RECORDS, TOKENIZER
+from .record import MismatchRecord
 from .store import record_files
 
 
@@ -20,55 +21,56 @@ class TokenGap:
     """One token on which trainer and engine disagree."""
 
     step: int
-    """Of the record."""
+    """Optimizer step of the record."""
     completion: int
-    """Row of the record."""
+    """Row of the completion in the record."""
     index: int
-    """Which token of the completion, from 0."""
+    """Index of the token in the completion, from 0."""
     position: int
-    """Where it stands in the sequence, from 0, prompt included."""
+    """Position of the token in the sequence, from 0, prompt included."""
     token_id: int
-    """In the vocabulary."""
+    """Id of the token in the vocabulary."""
     before: str
-    """The text before it, as much as was asked for."""
+    """Some text before the token."""
     token: str
     """The token as text; its id where there is no tokenizer."""
     after: str
-    """The text after it."""
+    """Some text after the token."""
     p_train: float
-    """Its probability in the trainer, `pi_old`."""
+    """Probability of the token in the trainer, `pi_old`."""
     p_rollout: float
-    """Its probability in the rollout engine, `mu`."""
+    """Probability of the token in the rollout engine, `mu`."""
     d: float
     """`log p_train - log p_rollout`, nats."""
     weight: float | None
-    """What the correction made of it, 0 if it rejected the token; `None` without a correction."""
+    """Weight of the token after the correction, 0 if the token was rejected; `None` without a correction."""
 
 
 def worst_tokens(record: MismatchRecord, count: int = 20, tokenizer: Any = None, context: int = 8) -> list[TokenGap]:
-    """The tokens with the largest `|d|`, worst first; those that cannot be scored are not among them.
+    """The tokens with the largest `|d|`, worst first. Unscored tokens are not among them.
 
     Args:
-        record ([`MismatchRecord`]): From any rank, or merged.
-        count (`int`, *optional*, defaults to `20`): How many at most.
+        record ([`MismatchRecord`]): The record of a rank, or a merged one.
+        count (`int`, *optional*, defaults to `20`): How many tokens at most.
         tokenizer (*optional*): From [`load_tokenizer`]; without one, texts are ids.
-        context (`int`, *optional*, defaults to `8`): Tokens of text before and after.
+        context (`int`, *optional*, defaults to `8`): How many tokens of text before and after.
     """
-    d, mask = record.mismatch_log_ratio, record.mask.bool()
-    size = torch.where(mask & ~torch.isnan(d), d.abs(), -1.0).flatten()
-    values, places = size.topk(min(count, len(size)))
-    positions, weights = record.position_ids, record.weights
+    d = record.mismatch_log_ratio
+    gaps = torch.where(record.mask.bool() & ~torch.isnan(d), d.abs(), -1.0).flatten()
+    largest, places = gaps.topk(min(count, len(gaps)))
+    positions = record.position_ids
+    weights = record.weights
     if weights is not None and record.keep_mask is not None:
         weights = torch.where(record.keep_mask.bool(), weights, 0.0)
 
     def text(row: int, start: int, end: int) -> str:
-        ids = record.completion_ids[row, max(start, 0) : end][record.completion_mask[row, max(start, 0) : end].bool()]
-        return decode(tokenizer, ids.tolist())
+        columns = slice(max(start, 0), end)
+        is_token = record.completion_mask[row, columns].bool()
+        return decode(tokenizer, record.completion_ids[row, columns][is_token].tolist())
 
     found = []
-    for place in places[values >= 0].tolist():
+    for place in places[largest >= 0].tolist():
         row, index = divmod(place, d.shape[1])
-        old, sampling = (x[row, index].double() for x in (record.old_per_token_logps, record.sampling_per_token_logps))
         found.append(
             TokenGap(
                 step=record.step,
@@ -79,8 +81,8 @@ def worst_tokens(record: MismatchRecord, count: int = 20, tokenizer: Any = None,
                 before=text(row, index - context, index),
                 token=text(row, index, index + 1),
                 after=text(row, index + 1, index + 1 + context),
-                p_train=old.exp().item(),
-                p_rollout=sampling.exp().item(),
+                p_train=record.old_per_token_logps[row, index].double().exp().item(),
+                p_rollout=record.sampling_per_token_logps[row, index].double().exp().item(),
                 d=d[row, index].item(),
                 weight=None if weights is None else weights[row, index].item(),
             )
@@ -89,24 +91,29 @@ def worst_tokens(record: MismatchRecord, count: int = 20, tokenizer: Any = None,
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
-    """Ids as text, special tokens included; without a tokenizer, the ids themselves."""
+    """Text of token ids, special tokens included; without a tokenizer, the ids themselves."""
     if tokenizer is None:
         return " ".join(f"<{token}>" for token in ids)
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer beside the records at `path` (as of [`record_files`]); `None`, with a warning, if there is none that
-    loads. Code that comes with it is not run: records travel."""
+    """Loads the tokenizer that a run saved beside its records; `None`, with a warning, if that is not possible.
+
+    Code that comes with the tokenizer is not run, because records are sent from one person to another.
+
+    Args:
+        path (`str` or `Path`): A run's output folder, a folder of records, or one file.
+    """
     records = record_files(path)[0].parent
     folder = records.parent / TOKENIZER
     if records.name != RECORDS or not folder.is_dir():
-        logger.warning(f"No tokenizer in {folder}: tokens are shown as ids.")
+        logger.warning(f"No tokenizer in {folder}, so tokens are shown as ids.")
         return None
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the library under it raises nothing narrower
-        logger.warning(f"The tokenizer in {folder} does not load, tokens are shown as ids: {error}")
+        logger.warning(f"The tokenizer in {folder} does not load, so tokens are shown as ids: {error}")
         return None

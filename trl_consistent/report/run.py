@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 
 from ..metrics.alerts import AlertEvent, replay
 from ..metrics.catalogue import METRICS
+from ..records.folder import FOLDER, LOGS, RECORDS, STATE, TOKENIZER
 from ..records.logs import run_logs
-from ..records.record import FOLDER, LOGS, RECORDS, STATE, TOKENIZER, MismatchRecord, merge_ranks
+from ..records.record import MismatchRecord, merge_ranks
 from ..records.store import Recorded, recorded_steps, severity
 from ..records.tokens import TokenGap, load_tokenizer, worst_tokens
 from .curve import HEADLINES, Curve

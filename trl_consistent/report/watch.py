@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from ..records.record import FOLDER, LOGS, STATE
+from ..records.folder import FOLDER, LOGS, STATE
 from ..records.store import record_files
 from .html import render_html, render_notice
 from .run import load_run

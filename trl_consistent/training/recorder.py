@@ -22,9 +22,10 @@ from ..config import option, setting
 from ..correction.rules import Correction
 from ..correction.weights import CorrectionResult
 from ..metrics.measure import finalize
+from ..records.folder import FOLDER, RECORDS, TOKENIZER, set_aside
 from ..records.logs import append_logs
-from ..records.record import FOLDER, RECORDS, TOKENIZER, MismatchRecord, merge_ranks
-from ..records.store import MAX_RECORDS, RecordStore, set_aside, severity
+from ..records.record import MismatchRecord, merge_ranks
+from ..records.store import MAX_RECORDS, RecordStore, severity
 from ..records.tokens import worst_tokens
 from ..rollout.checks import Finding
 from ..rollout.engine import EngineSettings
