@@ -365,6 +365,13 @@ def test_an_unknown_correction_is_refused_with_what_there_is(run, capsys, text):
     assert repr(text) in error and "icepop" in error and "token_truncate:0.5,2" in error
 
 
+def test_the_help_names_what_is_replayed_by_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert f"(default: {', '.join(DEFAULT)} and the correction that the run had)" in help_text
+
+
 def test_a_correction_can_be_written_out():
     assert named("icepop") is PRESETS["icepop"]
     assert named("token_truncate:0.5,2") == Correction("token", "truncate", 0.5, 2.0)

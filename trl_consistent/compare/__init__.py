@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other corrections would have made of recorded batches, and two runs side by side."""
+"""Compares corrections on recorded batches, or two runs with each other, without training."""
