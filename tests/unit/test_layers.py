@@ -14,7 +14,7 @@ import trl_consistent
 PACKAGE = Path(trl_consistent.__file__).parent
 ORDER = [
     "ratios", "statistics", "support", "correction", "metrics", "tables", "upstream", "config", "rollout", "records",
-    "compare", "report", "callbacks", "training", "run", "cli",
+    "training", "compare", "report", "callbacks", "run", "cli",
 ]  # fmt: skip
 MATH = ["ratios.py", "statistics.py", "support.py", "correction", "metrics"]
 

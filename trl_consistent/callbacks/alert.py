@@ -117,9 +117,9 @@ class MismatchAlertCallback(GuardedCallback, ScalesLR):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs:
             return
-        self.report(logs)
+        self.edit_logs(logs)
         if state.log_history:
-            self.report(state.log_history[-1])  # the trainer copied the logs before it called us
+            self.edit_logs(state.log_history[-1])  # the trainer copied the logs before it called us
         events = self._alerts.update(state.global_step, logs)
         # First what all ranks must do alike, then what can fail on one of them.
         if "record" in self.actions:
@@ -137,6 +137,16 @@ class MismatchAlertCallback(GuardedCallback, ScalesLR):
                     f"`MismatchAlertCallback` found none of its metrics in {_PATIENCE} logs, so it can alert to nothing. They "
                     "need the rollout engine's log-probs: use `ConsistentGRPOTrainer`, or `use_vllm=True` with `GRPOTrainer`."
                 )
+
+    def attached(self, keeps_records: bool) -> None:
+        if "record" in self.actions and not keeps_records:
+            logger.warning(
+                "With `mismatch_record_steps=0`, alerts record nothing: leave 'record' out of their `actions`."
+            )
+
+    def reasons_to_record(self) -> list[str]:
+        events, self.record_requests = self.record_requests, []
+        return [f"{event.severity} {event.key}" for event in events]
 
     def _tell(self, event: AlertEvent, args: Any, state: Any, control: Any) -> None:
         writes = state.is_world_process_zero

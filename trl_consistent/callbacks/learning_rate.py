@@ -5,9 +5,8 @@ import logging
 import math
 from typing import Any, Literal
 
-from transformers import TrainerCallback
-
-from .guarded import _Resumable
+from ..training.hooks import TrainerHooks
+from ..training.resumable import Resumable
 
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ _PATIENCE = 10  # logs without the key before it is missed
 _FACTOR, _PERIOD, _FLOOR = 0.5, 1.8, 0.1  # of the length rule
 
 
-class ScalesLR(TrainerCallback):
+class ScalesLR(TrainerHooks):
     """Multiplies learning rates by `lr_scale`, from the start of a step until its update, so that no scheduler and no
     checkpoint sees it. Several such callbacks multiply, in any order."""
 
@@ -38,7 +37,7 @@ class ScalesLR(TrainerCallback):
     # Not in `on_pre_optimizer_step`: DeepSpeed's engine steps within the backward pass.
     def _scale_lr(self, optimizer: Any) -> None:
         self._groups = optimizer.param_groups
-        # One dict for all such callbacks, which outlasts the step for `report`.
+        # One dict for all such callbacks, which outlasts the step for `edit_logs`.
         self._scales = self._groups[0].setdefault("_lr_scales", {})
         self._scales[id(self)] = self.lr_scale
         for group in self._groups:
@@ -53,13 +52,13 @@ class ScalesLR(TrainerCallback):
                 group["lr"] = group.pop("_unscaled_lr")
         self._groups = []
 
-    def report(self, logs: dict[str, Any]) -> None:
+    def edit_logs(self, logs: dict[str, Any]) -> None:
         """Adds the scale that the logged steps used, if these are the logs of training steps."""
         if "learning_rate" in logs and self._scales:
             logs["lr_scale"] = math.prod(self._scales.values())
 
 
-class MismatchLRCallback(ScalesLR, _Resumable):
+class MismatchLRCallback(ScalesLR, Resumable):
     """
     Scales the scheduler's learning rate down while the mismatch, or its early sign, grows.
 
@@ -147,9 +146,9 @@ class MismatchLRCallback(ScalesLR, _Resumable):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs or "learning_rate" not in logs:
             return  # an evaluation, or the summary at the end
-        self.report(logs)
+        self.edit_logs(logs)
         if state.log_history:
-            self.report(state.log_history[-1])  # the trainer copied the logs before it called us
+            self.edit_logs(state.log_history[-1])  # the trainer copied the logs before it called us
         key, logged_by = _SIGNALS[self.rule]
         value = logs.get(key)
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:

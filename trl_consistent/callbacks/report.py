@@ -8,13 +8,14 @@ from typing import Any
 
 from ..records.folder import FOLDER, set_aside
 from ..records.logs import append_logs
+from ..training.hooks import TrainerHooks
 from .guarded import GuardedCallback
 
 
 logger = logging.getLogger(__name__)
 
 
-class MismatchReportCallback(GuardedCallback):
+class MismatchReportCallback(GuardedCallback, TrainerHooks):
     """
     Writes `report.html` to the `output_dir` when training ends, is stopped, or fails.
 
@@ -36,7 +37,7 @@ class MismatchReportCallback(GuardedCallback):
 
     def __init__(self) -> None:
         self._output_dir: str | None = None  # of a training that has not ended, on the rank that writes
-        self.keeps_logs = True  # not where the trainer does
+        self._keeps_logs = True  # not where the trainer does
 
     def write(self, output_dir: str | Path) -> Path | None:
         """Writes the report of the run in `output_dir`, now instead of later; `None`, with a log, if that fails."""
@@ -56,14 +57,20 @@ class MismatchReportCallback(GuardedCallback):
             return
         self._output_dir = args.output_dir
         atexit.register(self.finish)
-        if state.global_step == 0 and self.keeps_logs:
+        if state.global_step == 0 and self._keeps_logs:
             set_aside(Path(args.output_dir, FOLDER))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if logs and self._output_dir is not None and self.keeps_logs:  # not an evaluation of its own
+        if logs and self._output_dir is not None and self._keeps_logs:  # not an evaluation of its own
             append_logs(Path(args.output_dir, FOLDER), {**logs, "step": state.global_step, "epoch": state.epoch})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.finish()
+
+    def attached(self, keeps_records: bool) -> None:
+        self._keeps_logs = not keeps_records
+
+    def training_ended(self) -> None:
         self.finish()
 
     def finish(self) -> None:

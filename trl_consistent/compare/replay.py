@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..correction.calibration import NoiseEstimate, calibrated_bounds, level_lengths, noise_statistics
+from ..correction.apply import decide, loss_weights, trust_region_passes
+from ..correction.calibration import NoiseEstimate, noise_statistics
 from ..correction.loss import ROW_COUNT_LOSSES, TOKEN_COUNT_LOSSES, aggregated, rejection_scale
 from ..correction.presets import PRESETS
 from ..correction.rules import Correction, Rejection, TrustRegion
-from ..correction.weights import CorrectionResult, correct, normalized, trust_region_mask
+from ..correction.weights import CorrectionResult
 from ..metrics.catalogue import METRICS
 from ..metrics.measure import correction_metrics, finalize, mean_weight, mismatch_metrics
 from ..records.folder import readable
@@ -379,29 +380,14 @@ class _Weighed:
 
 def _weighed(batch: _Batch, correction: Correction, noise: NoiseEstimate) -> _Weighed:
     """Corrects rank by rank, as a training does, then normalizes over all ranks and applies the trust regions."""
-    parts = []
-    for d, mask, sampling in batch.ranks():
-        decided = _corrected(d, mask, sampling, correction, noise)
-        parts.append(vars(decided).values())
+    parts = [vars(decide(d, sampling, mask, correction, noise)).values() for d, mask, sampling in batch.ranks()]
     result = CorrectionResult(*map(torch.cat, zip(*parts, strict=True)))
     stats = correction_metrics(batch.mask, result, correction.action)
-    weights = result.weights
-    if correction.normalize != "none":
-        weights = normalized(weights, result.keep_mask, mean_weight(stats, correction.normalize))
+    mean = None if correction.normalize == "none" else mean_weight(stats, correction.normalize)
+    passes = None
     if batch.advantages is not None:
-        for region in correction.trust_regions:
-            weights = weights * trust_region_mask(batch.old, batch.sampling, batch.advantages, batch.mask, region)
-    return _Weighed(result, stats, weights)
-
-
-def _corrected(
-    d: Tensor, mask: Tensor, sampling: Tensor, correction: Correction, noise: NoiseEstimate
-) -> CorrectionResult:
-    bounds = {}
-    if correction.reject_rate is not None:
-        for level in correction.calibrated_levels:
-            bounds[level] = calibrated_bounds(level_lengths(d, mask, level), noise, correction.reject_rate, level)
-    return correct(d, mask, correction, sampling=sampling, bounds=bounds)
+        passes = trust_region_passes(correction, batch.old, batch.sampling, batch.advantages, batch.mask)
+    return _Weighed(result, stats, loss_weights(result, mean_weight=mean, passes=passes))
 
 
 def token_factors(mask: Tensor, loss_type: str, longest: int) -> Tensor:
