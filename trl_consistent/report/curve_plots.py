@@ -139,7 +139,7 @@ def action_shares(run: Run) -> dict[str, Curve]:
 def share_plots(run: Run) -> Iterable[Plot]:
     """Yields the plot of [`action_shares`], if the correction touched any token."""
     if shares := action_shares(run):
-        caption = "What the correction touched, below and above its bounds together."
+        caption = "The tokens that the correction changed, below and above its bounds together."
         yield Plot("correction", "shares", "Share of tokens", caption, partial(draw_shares, shares=shares))
 
 

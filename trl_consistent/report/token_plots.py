@@ -32,12 +32,12 @@ SECTIONS = {
     ),
     "confidence": Section(
         "Gap against −log p",
-        "|d| grows with −log p when it is rounding. Large gaps on the left, where the trainer is sure, are not.",
+        "A gap from rounding grows with −log p. Large gaps on the left, where the trainer is sure, have another cause.",
     ),
     "position": Section(
         "Gap against position",
-        "Median (solid) and 99th percentile (dashed) of |d|. Flat when healthy; high at the start: prompts differ; "
-        "rising: errors add up over the context.",
+        "Median (solid) and 99th percentile (dashed) of |d|. Both are flat in a healthy run. They are high at the start "
+        "where the prompts differ, and rise where errors add up over the context.",
     ),
     "sequences": Section(
         "Sequence ratio against length",
@@ -209,7 +209,7 @@ def weight_plots(run: Run) -> Iterable[Plot]:
         kept = record.mask if record.keep_mask is None else record.keep_mask
         weights = record.weights[kept.bool() & torch.isfinite(record.weights)].numpy()
         if len(weights):
-            caption = f"{len(weights)} of {int(record.mask.sum())} tokens that are left in the loss."
+            caption = f"The {len(weights)} of {int(record.mask.sum())} tokens that are left in the loss."
             title = f"Weights, step {step} ({run.examined_steps[step]})"
             yield Plot("correction", f"weights-{step}", title, caption, partial(draw_weights, weights=weights))
 
