@@ -117,7 +117,7 @@ def test_a_tracker_that_changed_inside_stops_nothing(tiny_model, tmp_path, monke
 
     monkeypatch.setattr("trl_consistent.training.trackers.tracker_of", changed)
     trainer, _ = trained(tiny_model, tmp_path)
-    assert trainer.state.global_step == 3 and "Training goes on" in caplog.text
+    assert trainer.state.global_step == 3 and "training continues" in caplog.text
 
 
 def test_an_evaluation_has_its_own_histograms(tiny_model, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histograms and tables for the trackers of `report_to`, each through its own API; TRL's `log` takes numbers only.
+"""Sends histograms and tables to the trackers of `report_to`, each through its own API, because TRL's `log` takes numbers only.
 
-TensorBoard, W&B and trackio are served where transformers started them; the others have no such API and are left alone.
+TensorBoard, W&B and trackio get them if transformers has started them. The other trackers have no such API and get nothing.
 """
 
 import logging
@@ -18,16 +18,19 @@ from ..upstream.trackers import Tracker, as_transformers_logs, tracker_of
 logger = logging.getLogger(__name__)
 
 WORST_TOKENS = "mismatch/worst_tokens"
+"""Name of the table of the worst tokens."""
 _COLUMNS = ("step", "completion", "index", "context", "p_train", "p_rollout", "d", "weight")
-_MARKS = "⟦", "⟧"
-_PLAIN = frozenset(" .,:;?!'()%=+/-" + "".join(_MARKS))  # what no Markdown takes for markup inside a line
+_OPEN_MARK = "⟦"
+_CLOSE_MARK = "⟧"
+_NOT_MARKUP = frozenset(" .,:;?!'()%=+/-" + _OPEN_MARK + _CLOSE_MARK)  # what Markdown never takes for markup in a line
 
-# What raised once is not called again: a run does not stop, and its log does not fill up, because of a tracker.
+# Callbacks whose tracker raised an error. They are not used again, so that a broken tracker neither stops a run nor fills
+# its log.
 _failed: WeakSet[Any] = WeakSet()
 
 
 def tracking(callbacks: Iterable[Any]) -> bool:
-    """Whether a tracker among `callbacks` takes histograms and tables, so that making them is worth it."""
+    """Whether a tracker among `callbacks` takes histograms and tables; if none does, they need not be made."""
     return any(_tracker_of(callback) is not None for callback in callbacks)
 
 
@@ -36,7 +39,8 @@ def log_histograms(callbacks: Iterable[Any], histograms: dict[str, Histogram], s
 
     Args:
         callbacks: `trainer.callback_handler.callbacks`.
-        histograms (`dict[str, Histogram]`): From [`histograms`]. Names are as in the logs: `eval_...` for an evaluation.
+        histograms (`dict[str, Histogram]`):
+            From [`histograms`], by their names in the logs, which begin with `eval_` for an evaluation.
         step (`int`): `trainer.state.global_step`.
     """
     _send(callbacks, {name: _trimmed(histogram) for name, histogram in histograms.items()}, step)
@@ -49,72 +53,79 @@ def log_worst_tokens(callbacks: Iterable[Any], tokens: list[TokenGap], step: int
 
 
 def _send(callbacks: Iterable[Any], values: dict[str, Any], step: int) -> None:
-    named = as_transformers_logs(values)
-    for callback in callbacks if named else ():
-        if (tracker := _tracker_of(callback)) is None:
+    values = as_transformers_logs(values)
+    if not values:
+        return
+    for callback in callbacks:
+        tracker = _tracker_of(callback)
+        if tracker is None:
             continue
         try:
             if tracker.writer is not None:
-                _to_tensorboard(tracker.writer, named, step)
+                _to_tensorboard(tracker.writer, values, step)
             else:
-                _to_module(tracker.module, named, step, tracker.row)
+                _to_module(tracker.module, values, step, tracker.row)
         except Exception as error:
-            _give_up(callback, f"failed to take {', '.join(named)} at step {step} ({error!r})")
+            _give_up(callback, f"failed to take {', '.join(values)} at step {step} ({error!r})")
 
 
 def _tracker_of(callback: Any) -> Tracker | None:
-    """The tracker behind a callback; `None` if there is none, or it has failed."""
+    """The tracker behind a callback; `None` if there is none, or if it has failed."""
     if callback in _failed:
         return None
     try:
         return tracker_of(callback)
-    except Exception as error:  # what it is asked for is private
-        _give_up(callback, f"is not what it was ({error!r})")
+    except Exception as error:  # the attributes that are read are private, and may be gone in another version
+        _give_up(callback, f"has changed inside, in a version that is not supported ({error!r})")
         return None
 
 
 def _give_up(callback: Any, why: str) -> None:
     _failed.add(callback)
     logger.warning(
-        f"{type(callback).__name__} {why}. Training goes on; this tracker gets no more histograms and tables."
+        f"{type(callback).__name__} {why}. This tracker gets no more histograms and tables; training continues."
     )
 
 
 def _to_tensorboard(writer: Any, values: dict[str, Any], step: int) -> None:
+    """Writes histograms as such and tables as Markdown."""
     for name, value in values.items():
         if not isinstance(value, Histogram):
             writer.add_text(name, _markdown(value), step)
             continue
         counts, edges = value.counts, value.edges
         middles = [(low + high) / 2 for low, high in zip(edges[:-1], edges[1:], strict=True)]
-        total, squares = (sum(n * x**k for n, x in zip(counts, middles, strict=True)) for k in (1, 2))
+        total = sum(n * x for n, x in zip(counts, middles, strict=True))
+        squares = sum(n * x**2 for n, x in zip(counts, middles, strict=True))
         writer.add_histogram_raw(name, edges[0], edges[-1], sum(counts), total, squares, edges[1:], counts, step)
     writer.flush()
 
 
 def _to_module(module: Any, values: dict[str, Any], step: int, row: int | None) -> None:
-    """W&B and trackio, whose APIs are the same. The row holds the step that charts are drawn over."""
-    converted = {
-        name: module.Histogram(np_histogram=(value.counts, value.edges))
-        if isinstance(value, Histogram)
-        else module.Table(columns=list(_COLUMNS), data=value)
-        for name, value in values.items()
-    }
-    module.log({**converted, **as_transformers_logs({"global_step": step})}, step=row)
+    """Logs to W&B or trackio, whose APIs are the same, one row with the step that charts are drawn over."""
+    logs = as_transformers_logs({"global_step": step})
+    for name, value in values.items():
+        if isinstance(value, Histogram):
+            logs[name] = module.Histogram(np_histogram=(value.counts, value.edges))
+        else:
+            logs[name] = module.Table(columns=list(_COLUMNS), data=value)
+    module.log(logs, step=row)
 
 
 def _trimmed(histogram: Histogram) -> Histogram:
-    """Without empty bins at the ends: trackers draw what they are given, and most of it would be empty."""
+    """The histogram without empty bins at its ends, because trackers draw every bin and most of these are empty."""
     filled = [index for index, count in enumerate(histogram.counts) if count]
-    first, last = filled[0], filled[-1] + 1
+    first = filled[0]
+    last = filled[-1] + 1
     return Histogram(histogram.edges[first : last + 1], histogram.counts[first:last])
 
 
 def _row(token: TokenGap) -> list[Any]:
-    before, text, after = (visible(x) for x in (token.before, token.token, token.after))
-    context = f"{before}{_MARKS[0]}{text}{_MARKS[1]}{after}"
-    numbers = token.p_train, token.p_rollout, token.d, token.weight
-    return [token.step, token.completion, token.index, context, *numbers]
+    """A row of the table, in the order of its columns."""
+    text = visible(token.token)
+    context = f"{visible(token.before)}{_OPEN_MARK}{text}{_CLOSE_MARK}{visible(token.after)}"
+    place = [token.step, token.completion, token.index]
+    return [*place, context, token.p_train, token.p_rollout, token.d, token.weight]
 
 
 def _markdown(rows: list[list[Any]]) -> str:
@@ -122,6 +133,8 @@ def _markdown(rows: list[list[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, str):  # no text of a model may become a link, a picture or a new column
-        return "".join(c if c.isalnum() or c in _PLAIN else f"&#{ord(c)};" for c in value)
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+        return "".join(c if c.isalnum() or c in _NOT_MARKUP else f"&#{ord(c)};" for c in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
