@@ -30,8 +30,8 @@ from trl_consistent.rollout.precision import (
     check_deterministic,
     check_precision,
     compute_dtype,
-    engine_arguments,
     named_dtype,
+    precision_arguments,
     weights_dtype,
 )
 
@@ -315,10 +315,10 @@ def test_training_data_that_cannot_be_looked_at_is_left_alone(tiny_model, tmp_pa
     assert ("bos" in codes) == (rows == "transformed") and not calls
 
 
-def test_engine_arguments_follow_the_trainer():
-    assert engine_arguments("engine", False, torch.float32) == {}
-    assert engine_arguments("match", False, torch.bfloat16) == {"dtype": "bfloat16"}
-    assert engine_arguments("fp16", True, torch.float16) == {
+def test_precision_arguments_follow_the_trainer():
+    assert precision_arguments("engine", False, torch.float32) == {}
+    assert precision_arguments("match", False, torch.bfloat16) == {"dtype": "bfloat16"}
+    assert precision_arguments("fp16", True, torch.float16) == {
         "dtype": "float16",
         "hf_overrides": {"head_dtype": "float32"},
     }

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_consistent.rollout.ledger import SyncLedger, WeightSyncError, checksum, checksums, fingerprint
+from trl_consistent.rollout.ledger import SyncLedger, WeightSyncError, checksum, checksums, weights_hash
 from trl_consistent.rollout.vllm import ConsistentVLLMGeneration
 from trl_consistent.rollout.weights import can_merge_aside, left_out, merged_parameters, splits_tied_weights
 from trl_consistent.upstream.substitution import substituted
@@ -335,13 +335,13 @@ def test_checksums_are_exact(dtype):
     assert checksum(big).item() == (0xBF800000 - 2**32) << 20
 
 
-def test_a_fingerprint_belongs_to_the_weights(base):
+def test_a_hash_belongs_to_the_weights(base):
     def of(model):
-        return fingerprint(checksums(model.named_parameters()))
+        return weights_hash(checksums(model.named_parameters()))
 
     model = adapted(base, "lora", torch.bfloat16)
     assert of(model) == of(adapted(base, "lora", torch.bfloat16)) != of(adapted(base, "lora", torch.bfloat16, seed=2))
-    assert len(of(model)) == 16 and fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert len(of(model)) == 16 and weights_hash({"a": 1, "b": 2}) == weights_hash({"b": 2, "a": 1})
 
 
 class Engine(torch.nn.Module):

@@ -43,12 +43,12 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     return dict(zip(sums, torch.stack([total.cpu() for total in sums.values()]).tolist(), strict=True)) if sums else {}
 
 
-def fingerprint(sums: Mapping[str, int]) -> str:
-    """Sixteen hexadecimal digits for a set of checksums: equal weights, equal fingerprint, in any process."""
+def weights_hash(sums: Mapping[str, int]) -> str:
+    """Sixteen hexadecimal digits for a set of checksums: equal for equal weights, in any process."""
     return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
 
 
-def named(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """The first few of some names, for a message."""
     names = sorted(names)
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -102,7 +102,7 @@ class SyncLedger:
         is_first = self._first is None
         self._first = self._first or frozenset(self._loaded)
         if not self._loaded or self._first - self._loaded.keys():
-            what = named(self._first - self._loaded.keys()) if self._loaded else "any weight"
+            what = listed(self._first - self._loaded.keys()) if self._loaded else "any weight"
             raise WeightSyncError(
                 f"The rollout engine is stale: the weight sync did not stream {what} into it. `sync_weights` was replaced, "
                 "or the trainer's model has changed since the first sync."
@@ -111,14 +111,14 @@ class SyncLedger:
             return False  # a model that does not say what it loads
         if lost := {name for name, targets in self._loaded.items() if not targets}:
             raise WeightSyncError(
-                f"The rollout engine loaded nothing from {named(lost)}: it does not know the name (its architecture or "
+                f"The rollout engine loaded nothing from {listed(lost)}: it does not know the name (its architecture or "
                 "prefix is not the trainer's), or takes the weight for tied to another."
             )
         parameters = dict(model.named_parameters())
         written = set().union(*filter(None, self._loaded.values()))
         if is_first and plain and (missed := parameters.keys() - written):
             logger.warning(
-                f"Weight syncs do not write to {named(missed)} of the rollout engine, which the trainer does not have: "
+                f"Weight syncs do not write to {listed(missed)} of the rollout engine, which the trainer does not have: "
                 "they keep the values that the engine loaded."
             )
         if not plain:
@@ -129,13 +129,13 @@ class SyncLedger:
         if wrong := {name for name, expected in compared.items() if self.engine[name] != expected}:
             if not is_first:
                 raise WeightSyncError(
-                    f"After the weight sync, {named(wrong)} of the rollout engine does not hold what was streamed: it was "
+                    f"After the weight sync, {listed(wrong)} of the rollout engine does not hold what was streamed: it was "
                     "written to in part, or overwritten since."
                 )
             self._transformed = wrong
             self.engine = {name: total for name, total in self.engine.items() if name not in wrong}
             logger.warning(
-                f"The rollout engine changes {named(wrong)} as it loads them: their syncs are checked by the probe only."
+                f"The rollout engine changes {listed(wrong)} as it loads them: their syncs are checked by the probe only."
             )
         return not apart and not wrong
 

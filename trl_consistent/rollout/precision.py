@@ -58,8 +58,14 @@ def check_precision(precision: str, trainer: torch.dtype, engine: torch.dtype | 
         )
 
 
-def engine_arguments(precision: str, fp32_lm_head: bool, trainer: torch.dtype) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that put the engine into the trainer's precision."""
+def precision_arguments(precision: str, fp32_lm_head: bool, trainer: torch.dtype) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that put the engine into the trainer's precision.
+
+    Args:
+        precision (`str`): `rollout_precision`.
+        fp32_lm_head (`bool`): `rollout_fp32_lm_head`.
+        trainer (`torch.dtype`): In which the trainer computes.
+    """
     arguments: dict[str, Any] = {}
     if precision != "engine":
         arguments["dtype"] = str(trainer).removeprefix("torch.")

@@ -117,6 +117,12 @@ def client_class_replaced(replacement: Callable[..., Any]) -> contextlib.Abstrac
     return substituted(importlib.import_module("trl.generation.vllm_generation"), VLLMClient=replacement)
 
 
+def server_prompt_logprobs(client: Any, ids: list[int]) -> list[float]:
+    """Log-probs that a vLLM server computes of the tokens of `ids` after the first, asked through TRL's `client`."""
+    scored = client.get_sequence_logprobs([ids], prompt_lengths=[1], top_logprobs=0)
+    return [logprob for [logprob] in scored["actual_logprobs"][0]]
+
+
 def server_client_stub(logprobs_mode: str) -> Any:
     """A client that answers what `GRPOTrainer.__init__` asks of `vllm_generation.vllm_client`, without a server."""
     return SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": logprobs_mode}})

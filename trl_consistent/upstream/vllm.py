@@ -76,3 +76,32 @@ def repack_cpu_experts(model: Any) -> int:
             kernel.fused_experts.process_weights_after_loading(module)
             repacked += 1
     return repacked
+
+
+def engine_config(llm: Any) -> Any:
+    """The `VllmConfig` of a colocated `vllm.LLM`: what it computes in, and how long its prompts may be."""
+    return llm.llm_engine.vllm_config
+
+
+def prompt_logprobs(llm: Any, ids: list[int]) -> list[float]:
+    """Log-probs that a colocated `vllm.LLM` computes of the tokens of `ids` after the first, at temperature 1."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    [output] = llm.generate([{"prompt_token_ids": ids}], sampling_params=parameters, use_tqdm=False)
+    return [reported[token].logprob for token, reported in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def exchange_adapter(llm: Any, path: str, before: Any) -> Any:
+    """Loads the adapter at `path` into a colocated `vllm.LLM`, in place of that of the request `before`, if any.
+
+    Returns the `LoRARequest` to generate with. Its id is new each time, because vLLM keeps what it loaded under an id.
+    """
+    from vllm.lora.request import LoRARequest
+
+    number = 1 if before is None else before.lora_int_id + 1
+    request = LoRARequest(f"sync-{number}", number, path)
+    if before is not None:
+        llm.llm_engine.remove_lora(before.lora_int_id)
+    llm.llm_engine.add_lora(request)
+    return request
