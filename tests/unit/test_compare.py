@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_consistent import PRESETS, Correction, Rejection, TrustRegion, cli
-from trl_consistent.compare.replay import DEFAULT, in_force, named, replay, token_factors
+from trl_consistent.compare.replay import DEFAULT, correction_from, in_force, replay, token_factors
 from trl_consistent.compare.runs import compare_runs, is_run
 from trl_consistent.records.logs import append_logs
 
@@ -373,9 +373,9 @@ def test_the_help_names_what_is_replayed_by_default(capsys):
 
 
 def test_a_correction_can_be_written_out():
-    assert named("icepop") is PRESETS["icepop"]
-    assert named("token_truncate:0.5,2") == Correction("token", "truncate", 0.5, 2.0)
-    assert named("geometric_reject:,1.5") == Correction("geometric", "reject", None, 1.5)
+    assert correction_from("icepop") is PRESETS["icepop"]
+    assert correction_from("token_truncate:0.5,2") == Correction("token", "truncate", 0.5, 2.0)
+    assert correction_from("geometric_reject:,1.5") == Correction("geometric", "reject", None, 1.5)
 
 
 def test_records_that_are_not_there_are_an_error(tmp_path, capsys):

@@ -109,12 +109,13 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def named(text: str) -> Correction:
-    """A correction by preset name, or as `<level>_<action>:<lower>,<upper>` such as `token_truncate:0.5,2`; a bound that is
-    left empty is open.
+def correction_from(text: str) -> Correction:
+    """Reads a correction from the name of a preset, or from level, action and bounds such as `token_truncate:0.5,2`.
+
+    A bound that is left empty, as in `sequence_mask:,3`, is open.
 
     Raises:
-        `ValueError`: it is neither; lists the presets.
+        `ValueError`: The text is neither; lists the presets.
     """
     if text in PRESETS:
         return PRESETS[text]
@@ -133,8 +134,12 @@ def named(text: str) -> Correction:
 
 
 def in_force(fingerprint: dict[str, Any]) -> tuple[str, Correction] | None:
-    """The correction of the run a record is from, and its name: that of the preset it is, or `level_action`; `None` if it
-    had none, or one that this version does not know."""
+    """Reads the correction that a run had from the fingerprint of its records.
+
+    Returns:
+        Its name, which is that of the preset it equals or `<level>_<action>, as set`, and the correction. `None` if the run had
+        no correction, or one that this version does not know.
+    """
     stored = fingerprint.get("correction")
     if not stored:
         return None
@@ -144,7 +149,7 @@ def in_force(fingerprint: dict[str, Any]) -> tuple[str, Correction] | None:
         own["trust_regions"] = tuple(TrustRegion(**region) for region in own.get("trust_regions", ()))
         correction = Correction(**own)
     except (TypeError, ValueError) as error:
-        logger.warning(f"The correction of the run is not replayed, its record says {stored}: {error}")
+        logger.warning(f"The correction of the run is not replayed because its record says {stored}: {error}")
         return None
     for preset in (str(stored.get("preset")), *PRESETS):
         if PRESETS.get(preset) == correction:
@@ -176,7 +181,7 @@ def replay(paths: Iterable[str | Path], corrections: Iterable[str] = ()) -> Repl
     Args:
         paths (`list` of `str` or `Path`): Output folders of runs, folders of records, or record files.
             A record that cannot be read is left out, with a warning.
-        corrections (`list` of `str`, *optional*): In the form that [`named`] reads; [`DEFAULT`] and the correction that the
+        corrections (`list` of `str`, *optional*): In the form that [`correction_from`] reads; [`DEFAULT`] and the correction that the
             run had if left out.
 
     Raises:
@@ -184,8 +189,9 @@ def replay(paths: Iterable[str | Path], corrections: Iterable[str] = ()) -> Repl
         `ValueError`: No record can be read, or a correction is unknown.
     """
     paths = list(paths)
+    corrections = list(corrections)
     steps = recorded_steps(*paths)
-    chosen = {text: named(text) for text in corrections or DEFAULT}
+    chosen = {text: correction_from(text) for text in corrections or DEFAULT}
     force = in_force(steps[-1].fingerprint) if steps else None
     if force is not None and not corrections:
         chosen.setdefault(*force)
@@ -242,12 +248,10 @@ def _notes(steps: list[Recorded], metrics: dict[str, float], is_uncalibrated: bo
 
 
 def _without_advantages(left_out: list[str]) -> str:
-    note = "There are records without advantages, so there is no bias, no cosine and no split by sign"
-    return (
-        f"{note}. Not replayed because their trust regions need advantages: {', '.join(left_out)}."
-        if left_out
-        else f"{note}."
-    )
+    note = "There are records without advantages, so there is no bias, no cosine and no split by sign."
+    if left_out:
+        note += f" Not replayed because their trust regions need advantages: {', '.join(left_out)}."
+    return note
 
 
 @dataclass(frozen=True)
