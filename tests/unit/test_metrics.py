@@ -20,7 +20,7 @@ from trl_consistent.metrics.measure import (
     trust_region_metrics,
 )
 from trl_consistent.ratios import mismatch_log_ratio
-from trl_consistent.statistics import merge, on_host
+from trl_consistent.statistics import Stat, merge, on_host
 
 
 NAN, INF = math.nan, math.inf
@@ -138,6 +138,13 @@ def test_huge_log_ratios_saturate_instead_of_overflowing():
     m = measured(old, sampling, torch.ones(2, 4096))
     assert all(math.isfinite(value) for value in m.values())
     assert m["mismatch/abs_diff/max"] == 120
+
+
+def test_ratios_that_are_all_zero_have_no_effective_sample_size():
+    # e^-9999 is 0 in any float: (sum w)^2 / (n sum w^2) would be 0 / 0
+    m = measured(torch.full((1, 2), -1e4), torch.full((1, 2), -1.0), torch.ones(1, 2))
+    assert "mismatch/ess/token" not in m
+    assert m["mismatch/ratio/mean"] == 0 and m["mismatch/chi2/token"] == -1
 
 
 def filled(histogram):
@@ -319,7 +326,7 @@ def test_catalogue_and_functions_agree():
     result = correct(mismatch_log_ratio(old, sampling, mask), mask, PRESETS["tis"])
     logged = finalize(mismatch_metrics(old, sampling, mask) | correction_metrics(mask, result, "truncate"))
     logged |= finalize(trust_region_metrics(mask, result.keep_mask))
-    logged |= finalize(reference_metrics(old, old - 0.1, mask))
+    logged |= finalize(reference_metrics(old, old - 0.1, mask) | {"reference_used": Stat(torch.ones(1), "sum")})
     logged |= finalize(support_metrics(old > sampling, mask))
     assert set(logged) == set(METRICS)
     assert all(

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ..ratios import check_shapes, row_blocks, scored_tokens, turn_index, turn_sums
-from ..statistics import _BINS, Stat, _bin_edges, _histogram, _wide, merge
+from ..statistics import BINS, Stat, bin_edges, merge, sums_by_size, wide
 from .rules import CALIBRATED_LEVELS
 
 
@@ -76,8 +76,8 @@ def _noise_rows(d: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> dict[st
     # MS = sum_k n_k (mean_k - mean)^2 / (K - 1)
     mean_square = (sums.square() / sizes.clamp(min=1)).sum(dim=-1, keepdim=True) / (_BLOCKS - 1)
     counted = number >= _BLOCKS
-    columns = (counted, number, *((_wide(d) ** power).sum(dim=-1, keepdim=True) for power in (2, 4)))
-    histograms = [_histogram(mean_square.sqrt(), torch.where(counted, column, 0)) for column in columns]
+    columns = (counted, number, *((wide(d) ** power).sum(dim=-1, keepdim=True) for power in (2, 4)))
+    histograms = [sums_by_size(mean_square.sqrt(), torch.where(counted, column, 0)) for column in columns]
     return {"noise": Stat(torch.cat(histograms), "sum")}
 
 
@@ -98,7 +98,7 @@ class NoiseEstimate:
     ```
     """
 
-    sums: Shaped[Tensor, "4 n"] = field(default_factory=lambda: torch.zeros(4, _BINS, dtype=torch.float64))
+    sums: Shaped[Tensor, "4 n"] = field(default_factory=lambda: torch.zeros(4, BINS, dtype=torch.float64))
     """The columns of [`noise_statistics`]."""
     window: float = 4096.0
     """Completions remembered: when there are more, all fade alike until there are not."""
@@ -109,7 +109,7 @@ class NoiseEstimate:
 
     def update(self, stats: dict[str, Stat]) -> "NoiseEstimate":
         """The estimate after one more step; `stats` are those of [`noise_statistics`], merged over the ranks."""
-        new = stats["noise"].value.reshape(4, _BINS)
+        new = stats["noise"].value.reshape(4, BINS)
         sums = self.sums.to(new) + new
         return replace(self, sums=sums * (self.window / sums[0].sum()).clamp(max=1))
 
@@ -121,10 +121,10 @@ class NoiseEstimate:
     @property
     def variance(self) -> Shaped[Tensor, ""]:
         """V, the variance (nats squared) that each token adds to the log-ratio of a completion."""
-        rows, edges = self.sums[0], _bin_edges(self.sums.device).to(self.sums.dtype)
+        rows, edges = self.sums[0], bin_edges(self.sums.device).to(self.sums.dtype)
         below = rows.cumsum(0)
         rank = _QUANTILE * below[-1:]
-        at = torch.searchsorted(below, rank).clamp(max=_BINS - 1)
+        at = torch.searchsorted(below, rank).clamp(max=BINS - 1)
         inside = 1 - (below[at] - rank) / rows[at]
         spread = edges[at] + (edges[at + 1] - edges[at]) * inside
         return (spread.square()[0] / _AT_QUANTILE).clamp(min=_SMALLEST_SPREAD**2)
@@ -132,7 +132,7 @@ class NoiseEstimate:
     @property
     def excess_kurtosis(self) -> Shaped[Tensor, ""]:
         """Excess kurtosis of the token noise, over completions that are not far noisier than V; never negative."""
-        healthy = _bin_edges(self.sums.device)[:-1].square() < _TRIM * self.variance
+        healthy = bin_edges(self.sums.device)[:-1].square() < _TRIM * self.variance
         _, tokens, squares, fourths = torch.where(healthy, self.sums, 0.0).sum(dim=1)
         squared = squares.square().clamp(min=torch.finfo(squares.dtype).tiny)
         # kurt = E[x^4] / E[x^2]^2 - 3
@@ -231,5 +231,5 @@ def _healthy(
     lengths: Shaped[Tensor, "B #T"], estimate: NoiseEstimate
 ) -> tuple[Shaped[Tensor, "B #T"], Shaped[Tensor, "B #T"], Shaped[Tensor, "B #T"]]:
     """Length, and mean and standard deviation of the summed log-ratio of a healthy completion of that length."""
-    n = _wide(lengths).clamp(min=1)
+    n = wide(lengths).clamp(min=1)
     return n, -n * estimate.variance / 2, (n * estimate.variance).sqrt()

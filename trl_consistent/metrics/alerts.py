@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from .catalogue import METRICS, Bounds, excess
+from .catalogue import METRICS, Range, excess
 from .trends import _TREND_Z, _scatter, _slope
 
 
@@ -87,7 +87,7 @@ _NEXT_STEP = {
 }
 
 
-def _edge(healthy: Bounds, critical: Bounds) -> Bounds:
+def _edge(healthy: Range, critical: Range) -> Range:
     """Where warnings open."""
     low, high = (
         limit if limit is None or far is None else limit + _EDGE * (far - limit)
@@ -100,7 +100,7 @@ def _edge(healthy: Bounds, critical: Bounds) -> Bounds:
 _HEALTHY_VARIANCE = 2 * (_edge(METRICS[_K3].healthy, METRICS[_K3].critical)[1] or 0.0)
 
 
-def _nearest(value: float, bounds: Bounds) -> float:
+def _nearest(value: float, bounds: Range) -> float:
     """The bound that the value is beyond, or would be first."""
     low, high = bounds
     if low is None or high is None:
@@ -133,7 +133,7 @@ class _Watch:
     """All rules of one metric, its recent values and its open episode: one cause is told once."""
 
     def __init__(
-        self, key: str, warn: Bounds, critical: Bounds, opens: Bounds, window: int, persistence: tuple[int, int]
+        self, key: str, warn: Range, critical: Range, opens: Range, window: int, persistence: tuple[int, int]
     ):
         self.key, self.warn, self.critical, self.opens = key, warn, critical, opens
         self.at_once = warn == (None, 0.0)
@@ -143,7 +143,7 @@ class _Watch:
         self.past: deque[float] = deque(maxlen=window)  # before the last `of`; what goes wrong never becomes normal
         self.episode: _Episode | None = None
 
-    def _bounds(self, bounds: Bounds, length: float | None) -> Bounds:
+    def _bounds(self, bounds: Range, length: float | None) -> Range:
         low, high = bounds
         if length and low is not None and self.key in _FALLS_WITH_LENGTH:
             low = min(low, math.exp(-_HEALTHY_VARIANCE * length))
@@ -156,7 +156,7 @@ class _Watch:
             return value
         return math.log(max(value, _FLOOR * high))
 
-    def _beyond(self, bounds: Bounds) -> bool:
+    def _beyond(self, bounds: Range) -> bool:
         """Whether the newest and `needed` of the last `of` values are outside, and by more than noise."""
         recent = list(self.logs)[-self.of :]
         if len(recent) < self.needed:
@@ -175,7 +175,7 @@ class _Watch:
 
     def _level(self) -> _Vote | None:
         _, value, length = self.logs[-1]
-        levels: tuple[tuple[Severity, Bounds, Bounds, str], ...] = (
+        levels: tuple[tuple[Severity, Range, Range, str], ...] = (
             ("critical", self.critical, self.critical, "critical"),
             ("warning", self.opens, self.warn, "healthy"),
         )
@@ -281,7 +281,7 @@ class _Watch:
         return AlertEvent(step, name, vote.kind, vote.severity, value, vote.threshold, message)
 
 
-def _bounds_of(key: str, thresholds: Any) -> tuple[Bounds, Bounds]:
+def _bounds_of(key: str, thresholds: Any) -> tuple[Range, Range]:
     """The healthy and the critical range that a user's `(warn, critical)` stands for."""
     given = f"`thresholds[{key!r}]` is {thresholds!r}"
     if not isinstance(thresholds, (tuple, list)) or len(thresholds) != 2:
@@ -295,7 +295,7 @@ def _bounds_of(key: str, thresholds: Any) -> tuple[Bounds, Bounds]:
         if len(numbers) == 2 and numbers[0] != numbers[1]:
             high_is_bad = numbers[0] < numbers[1]
 
-    def bounds(value: Any) -> Bounds:
+    def bounds(value: Any) -> Range:
         if value is None:
             return None, None
         if isinstance(value, (tuple, list)) and len(value) == 2:
@@ -356,7 +356,7 @@ class Alerts:
             raise ValueError(
                 f"`persistence` is {persistence}: it means n of the last m logs, so set 1 <= n <= m <= `window` ({window})."
             )
-        ranges: dict[str, tuple[Bounds, Bounds, Bounds]] = {
+        ranges: dict[str, tuple[Range, Range, Range]] = {
             key: (metric.healthy, metric.critical, _edge(metric.healthy, metric.critical))
             for key, metric in METRICS.items()
             if metric.healthy != (None, None) and key not in _SAID_BY_ANOTHER

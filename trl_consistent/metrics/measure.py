@@ -11,25 +11,18 @@ from ..correction.kl import reference_kl
 from ..correction.weights import CorrectionResult
 from ..ratios import MAX_LOG_RATIO, check_shapes, row_blocks, wide_dtype
 from ..statistics import (
-    _BINS,
-    _EDGE_OCTAVE,
-    _FINE_PER_COARSE,
-    _LOWEST_OCTAVE,
-    _SPREAD,
+    BinCounter,
     Histogram,
     Reduction,
     Stat,
-    _bin_edges,
-    _count,
-    _counters,
-    _exp,
-    _folded,
-    _quantile,
-    _scalar,
-    _wide,
+    Totals,
     merge,
     on_host,
+    readable_histogram,
+    scalar,
+    wide,
 )
+from .catalogue import METRICS
 
 
 def mismatch_metrics(
@@ -47,16 +40,16 @@ def mismatch_metrics(
     completion with an infinite token enters no sequence statistic. Rows without tokens enter nothing.
     """
     check_shapes(old=old, sampling=sampling, mask=mask)
-    counters = {name: _counters(old.device) for name in ("diff", "log_sequence")}
+    counters = {name: BinCounter(old.device) for name in ("diff", "log_sequence")}
     stats = merge(_mismatch_rows(old[rows], sampling[rows], mask[rows], counters) for rows in row_blocks(old))
-    return stats | {f"{name}_histogram": Stat(_folded(count).flatten(), "sum") for name, count in counters.items()}
+    return stats | {f"{name}_histogram": Stat(count.sides().flatten(), "sum") for name, count in counters.items()}
 
 
 def _mismatch_rows(
     old: Float[Tensor, "B T"],
     sampling: Float[Tensor, "B T"],
     mask: Shaped[Tensor, "B T"],
-    counters: dict[str, Float[Tensor, " m"]],
+    counters: dict[str, BinCounter],
 ) -> dict[str, Stat]:
     """[`mismatch_metrics`] of a few rows, without the histograms, which are added to `counters`. Each pass over memory
     counts, so what is selected is selected once."""
@@ -68,39 +61,39 @@ def _mismatch_rows(
     tokens, number, unscored = (x.count_nonzero(dim=-1) for x in (inside, scored, inside & torch.isnan(sampling)))
     infinite = tokens - number - unscored
     d, old, sampling = (torch.where(scored, x, 0.0) for x in (d, old, sampling))
-    wide = wide_dtype(d)
+    sum_dtype = wide_dtype(d)
 
     def total(x: Tensor, at_rest: float = 0.0) -> Stat:
         """The sum over scored tokens of `x`, which is `at_rest` at all others."""
-        return _scalar(x.sum(dim=-1).sum(dtype=wide) - at_rest * (x.numel() - number.sum()))
+        return scalar(x.sum(dim=-1).sum(dtype=sum_dtype) - at_rest * (x.numel() - number.sum()))
 
     def extreme(x: Tensor, where: Tensor, reduction: Reduction) -> Stat:
         filled = torch.where(where, x, -math.inf if reduction == "max" else math.inf)
-        return _scalar(filled.amax() if reduction == "max" else filled.amin(), reduction)
+        return scalar(filled.amax() if reduction == "max" else filled.amin(), reduction)
 
     abs_diff = d.abs()
     bounded = d.clamp(max=MAX_LOG_RATIO)
     excess = torch.expm1(bounded)  # ratio - 1, exact near d = 0
     p_old, p_sampling = old.exp(), sampling.exp()
     prob_diff = (p_old - p_sampling).abs_()
-    _count(counters["diff"], d)
-    counters["diff"][0] -= d.numel() - number.sum()  # what is not scored has 0 there
+    counters["diff"].add(d)
+    counters["diff"].remove_zeros(d.numel() - number.sum())  # of tokens that are not scored
     stats = {
-        "tokens": _scalar(tokens.sum()),
-        "scored": _scalar(number.sum()),
-        "nonfinite": _scalar(infinite.sum()),
-        "unscored": _scalar(unscored.sum()),
+        "tokens": scalar(tokens.sum()),
+        "scored": scalar(number.sum()),
+        "nonfinite": scalar(infinite.sum()),
+        "unscored": scalar(unscored.sum()),
         "diff": total(d),
         "abs_diff": total(abs_diff),
         "abs_diff_min": extreme(abs_diff, scored, "min"),
-        "abs_diff_max": _scalar(abs_diff.amax(), "max"),
+        "abs_diff_max": scalar(abs_diff.amax(), "max"),
         "k3": total(excess - d),  # `kl_k3`
         "excess": total(excess),
         "excess_squared": total(excess.square()),
         "log_ratio_min": extreme(bounded, scored, "min"),
         "log_ratio_max": extreme(bounded, scored, "max"),
         "prob_diff": total(prob_diff),
-        "prob_diff_max": _scalar(prob_diff.amax(), "max"),
+        "prob_diff_max": scalar(prob_diff.amax(), "max"),
         "p_old": total(p_old, 1.0),
         "p_sampling": total(p_sampling, 1.0),
         "p_product": total(p_old * p_sampling, 1.0),
@@ -111,18 +104,18 @@ def _mismatch_rows(
     # Sequence ratios are summed as logs: a product over a long completion overflows any float.
     whole = (number > 0) & (infinite == 0)
     lengths = number.clamp(min=1)
-    log_sequence = _wide(d.sum(dim=-1))
+    log_sequence = wide(d.sum(dim=-1))
     log_geometric = log_sequence / lengths
-    _count(counters["log_sequence"], log_sequence.float(), whole)
+    counters["log_sequence"].add(log_sequence.float(), whole)
 
     def logsumexp(x: Tensor) -> Stat:
         return Stat(torch.logsumexp(torch.where(whole, x, -math.inf), dim=0, keepdim=True), "logsumexp")
 
     def minus_mean(x: Tensor) -> Stat:
-        return _scalar(-torch.where(whole, x.sum(dim=-1) / lengths, 0.0).sum(dtype=wide))
+        return scalar(-torch.where(whole, x.sum(dim=-1) / lengths, 0.0).sum(dtype=sum_dtype))
 
     stats |= {
-        "sequences": _scalar(whole.sum()),
+        "sequences": scalar(whole.sum()),
         "log_sequence": logsumexp(log_sequence),
         "log_sequence_doubled": logsumexp(2 * log_sequence),
         "log_sequence_min": extreme(log_sequence, whole, "min"),
@@ -156,29 +149,29 @@ def _correction_rows(inside: Bool[Tensor, "B T"], result: CorrectionResult, acti
     kept = result.keep_mask
     weights, row_kept = result.weights, kept.sum(dim=-1)
     excess = torch.where(kept, weights - 1, 0.0)  # exact near 1
-    wide = wide_dtype(weights)
+    sum_dtype = wide_dtype(weights)
     none = torch.zeros((), device=weights.device)
-    row_weights = row_kept + excess.sum(dim=-1, dtype=wide)
+    row_weights = row_kept + excess.sum(dim=-1, dtype=sum_dtype)
     emptied = inside.any(dim=-1) & (row_kept == 0)
     verb = {"none": "", "truncate": "truncated", "mask": "masked", "reject": ""}[action]
     stats = {
-        "correction_tokens": _scalar(inside.sum()),
-        "kept": _scalar(row_kept.sum()),
-        "rows": _scalar(row_kept.new_full((), len(inside))),
-        "rejected_rows": _scalar(emptied.sum()),
-        "outside_rows": _scalar((result.low | result.high).any(dim=-1).sum()),
-        "weight": _scalar(row_weights.sum()),
-        "weight_excess_squared": _scalar(excess.square().sum(dtype=wide)),
-        "kept_sequences": _scalar((row_kept > 0).sum()),
-        "sequence_weight": _scalar((row_weights / row_kept.clamp(min=1)).sum()),
-        "weight_min": _scalar(torch.where(kept, weights, math.inf).amin(), "min"),
-        "weight_max": _scalar(torch.where(kept, weights, -math.inf).amax(), "max"),
-        "rejected_low": _scalar(result.rejected_low.sum()),
-        "rejected_high": _scalar(result.rejected_high.sum()),
+        "correction_tokens": scalar(inside.sum()),
+        "kept": scalar(row_kept.sum()),
+        "rows": scalar(row_kept.new_full((), len(inside))),
+        "rejected_rows": scalar(emptied.sum()),
+        "outside_rows": scalar((result.low | result.high).any(dim=-1).sum()),
+        "weight": scalar(row_weights.sum()),
+        "weight_excess_squared": scalar(excess.square().sum(dtype=sum_dtype)),
+        "kept_sequences": scalar((row_kept > 0).sum()),
+        "sequence_weight": scalar((row_weights / row_kept.clamp(min=1)).sum()),
+        "weight_min": scalar(torch.where(kept, weights, math.inf).amin(), "min"),
+        "weight_max": scalar(torch.where(kept, weights, -math.inf).amax(), "max"),
+        "rejected_low": scalar(result.rejected_low.sum()),
+        "rejected_high": scalar(result.rejected_high.sum()),
     }
     for name in ("truncated", "masked"):
-        stats[f"{name}_low"] = _scalar(result.low.sum() if name == verb else none)
-        stats[f"{name}_high"] = _scalar(result.high.sum() if name == verb else none)
+        stats[f"{name}_low"] = scalar(result.low.sum() if name == verb else none)
+        stats[f"{name}_high"] = scalar(result.high.sum() if name == verb else none)
     return stats
 
 
@@ -198,7 +191,7 @@ def mean_weight(stats: dict[str, Stat], normalize: str) -> Shaped[Tensor, ""]:
 
 def trust_region_metrics(mask: Shaped[Tensor, "B T"], passes: Bool[Tensor, "B T"]) -> dict[str, Stat]:
     """Statistics of what trust regions stopped among the tokens of `mask`. Masked positions: ignored."""
-    return {"region_tokens": _scalar(mask.bool().sum()), "region_stopped": _scalar((mask.bool() & ~passes).sum())}
+    return {"region_tokens": scalar(mask.bool().sum()), "region_stopped": scalar((mask.bool() & ~passes).sum())}
 
 
 def reference_metrics(
@@ -209,9 +202,9 @@ def reference_metrics(
     Args: log-probs in nats; `mask` as of [`mismatch_log_ratio`]. Sign: as of [`reference_kl`]. Masked positions: ignored.
     """
     d = torch.where(mask.bool(), per_token_logps.detach().float() - reference.detach().float(), 0.0)
-    stats = {"reference_tokens": _scalar(mask.bool().sum())}
+    stats = {"reference_tokens": scalar(mask.bool().sum())}
     for name in ("k1", "k2", "k3"):
-        stats[f"reference_{name}"] = _scalar(reference_kl(d, name).sum(dtype=wide_dtype(d)))
+        stats[f"reference_{name}"] = scalar(reference_kl(d, name).sum(dtype=wide_dtype(d)))
     return stats
 
 
@@ -219,7 +212,7 @@ def support_metrics(outside: Bool[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -
     """Statistics of the tokens that the trainer's own support lacks, see [`RestrictedHead`]; no host sync."""
     check_shapes(outside=outside, mask=mask)
     inside = mask.bool()
-    return {"support_tokens": _scalar(inside.sum()), "outside_support": _scalar((outside & inside).sum())}
+    return {"support_tokens": scalar(inside.sum()), "outside_support": scalar((outside & inside).sum())}
 
 
 def counted_as_batch(stats: dict[str, Stat]) -> dict[str, Stat]:
@@ -240,110 +233,19 @@ def histograms(stats: dict[str, Stat]) -> dict[str, Histogram]:
     """
     names = {"mismatch/diff": "diff_histogram", "mismatch/log_sequence_ratio": "log_sequence_histogram"}
     found = on_host({key: stats[name] for key, name in names.items() if name in stats})
-    first = (_EDGE_OCTAVE - _LOWEST_OCTAVE) * 2
-    outward = _bin_edges(torch.device("cpu"))[::_FINE_PER_COARSE][first:]
-    edges = torch.cat([-outward.flip(0), outward]).tolist()
-    out = {}
-    for key, stat in found.items():
-        positive, negative = stat.value.view(2, -1, _FINE_PER_COARSE).sum(dim=-1)
-        around = positive[:first].sum() + negative[:first].sum()
-        counts = torch.cat([negative[first:].flip(0), around.reshape(1), positive[first:]])
-        if counts.any():
-            out[key] = Histogram(edges, counts.long().tolist())
-    return out
+    shown = {key: readable_histogram(stat.value) for key, stat in found.items()}
+    return {key: histogram for key, histogram in shown.items() if histogram is not None}
 
 
 def finalize(stats: dict[str, Stat]) -> dict[str, float]:
-    """The numbers to log, by key of [`METRICS`], from (merged) statistics.
+    """The numbers to log, by key of [`METRICS`] and in its order, from (merged) statistics.
 
-    One transfer to the host. A metric that is undefined (no scored token, no spread) is left out.
+    One transfer to the host. A metric that is undefined (no scored token, no spread) or was not measured is left out.
 
     Args:
         stats (`dict[str, Stat]`):
-            From [`mismatch_metrics`], with or without those of [`correction_metrics`].
+            From [`mismatch_metrics`], with or without those of [`correction_metrics`] and the other functions here.
     """
-    if "rejected_batches" not in stats:
-        stats = counted_as_batch(stats)
-    flat = torch.cat([stat.value for stat in stats.values()]).tolist()
-    values: dict[str, list[float]] = {}
-    for key, stat in stats.items():
-        size = stat.value.numel()
-        values[key], flat = flat[:size], flat[size:]
-    v = {key: value[0] for key, value in values.items() if len(value) == 1}
-
-    out: dict[str, float] = {}
-    if v.get("tokens"):
-        out["mismatch/unscored_fraction"] = v["unscored"] / v["tokens"]
-        out["mismatch/nonfinite_count"] = v["nonfinite"]
-    n = v.get("scored")
-    if n:
-        out["mismatch/diff/mean"] = v["diff"] / n
-        out["mismatch/abs_diff/mean"] = v["abs_diff"] / n
-        positive, negative = values["diff_histogram"][:_BINS], values["diff_histogram"][_BINS:]
-        counts = [sum(sides) for sides in zip(positive, negative, strict=True)]
-        for name, q in (("p50", 0.5), ("p99", 0.99)):
-            out[f"mismatch/abs_diff/{name}"] = _quantile(counts, q, v["abs_diff_min"], v["abs_diff_max"])
-        out["mismatch/abs_diff/max"] = v["abs_diff_max"]
-        out["mismatch/k1/mean"] = -v["diff"] / n
-        out["mismatch/k3/mean"] = v["k3"] / n
-        out["mismatch/prob_diff/mean"] = v["prob_diff"] / n
-        out["mismatch/prob_diff/max"] = v["prob_diff_max"]
-        excess, excess_squared = v["excess"] / n, v["excess_squared"] / n
-        second_moment = 1 + 2 * excess + excess_squared
-        out["mismatch/ratio/mean"] = 1 + excess
-        out["mismatch/ratio/min"] = _exp(v["log_ratio_min"])
-        out["mismatch/ratio/max"] = _exp(v["log_ratio_max"])
-        out["mismatch/ess/token"] = (1 + excess) ** 2 / second_moment
-        out["mismatch/chi2/token"] = second_moment - 1
-        variance = excess_squared - excess**2
-        if variance > 0:
-            out["mismatch/z_ratio"] = excess / math.sqrt(variance / n)
-        var_old = v["p_old_squared"] / n - (v["p_old"] / n) ** 2
-        var_sampling = v["p_sampling_squared"] / n - (v["p_sampling"] / n) ** 2
-        if var_old > _SPREAD * v["p_old_squared"] / n and var_sampling > _SPREAD * v["p_sampling_squared"] / n:
-            covariance = v["p_product"] / n - v["p_old"] * v["p_sampling"] / n**2
-            out["mismatch/pearson"] = covariance / math.sqrt(var_old * var_sampling)
-    rows = v.get("sequences")
-    if rows:
-        log_mean = v["log_sequence"] - math.log(rows)
-        log_second_moment = v["log_sequence_doubled"] - math.log(rows)
-        out["mismatch/ess/sequence"] = _exp(2 * log_mean - log_second_moment)
-        out["mismatch/chi2/sequence"] = _exp(log_second_moment) - 1
-        out["mismatch/sequence_ratio/mean"] = _exp(log_mean)
-        out["mismatch/sequence_ratio/min"] = _exp(v["log_sequence_min"])
-        out["mismatch/sequence_ratio/max"] = _exp(v["log_sequence_max"])
-        out["mismatch/geometric_ratio/mean"] = _exp(v["log_geometric"] - math.log(rows))
-        out["mismatch/geometric_ratio/min"] = _exp(v["log_geometric_min"])
-        out["mismatch/geometric_ratio/max"] = _exp(v["log_geometric_max"])
-        out["mismatch/log_ppl/old"] = v["log_ppl_old"] / rows
-        out["mismatch/log_ppl/sampling"] = v["log_ppl_sampling"] / rows
-        out["mismatch/log_ppl/diff"] = (v["log_ppl_old"] - v["log_ppl_sampling"]) / rows
-
-    if v.get("correction_tokens"):
-        for verb in ("truncated", "masked", "rejected"):
-            for side in ("low", "high"):
-                out[f"correction/{verb}_fraction/{side}"] = v[f"{verb}_{side}"] / v["correction_tokens"]
-        out["correction/rejected_batches"] = v["rejected_batches"]
-        kept = v["kept"]
-        if kept:
-            mean = v["weight"] / kept
-            variance = max(v["weight_excess_squared"] / kept - (mean - 1) ** 2, 0.0)
-            mean_square = variance + mean**2
-            out["correction/weight/mean"] = mean
-            out["correction/weight/std"] = math.sqrt(variance)
-            out["correction/weight/min"] = v["weight_min"]
-            out["correction/weight/max"] = v["weight_max"]
-            if mean_square:
-                out["correction/ess"] = mean**2 / mean_square
-    if n := v.get("reference_tokens"):
-        k1, k2, k3 = (v[f"reference_{name}"] / n for name in ("k1", "k2", "k3"))
-        out |= {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3}
-        if k3 > 0:
-            out["kl/k2_over_k3"] = k2 / k3
-        if "reference_used" in v:
-            out["kl"] = v["reference_used"] / n
-    if v.get("support_tokens"):
-        out["mismatch/outside_support_fraction"] = v["outside_support"] / v["support_tokens"]
-    if v.get("region_tokens"):
-        out["correction/trust_region_fraction"] = v["region_stopped"] / v["region_tokens"]
-    return out
+    totals = Totals(stats)
+    values = {metric.key: metric.formula(totals) for metric in METRICS.values()}
+    return {key: value for key, value in values.items() if value is not None}

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from ..metrics.alerts import STOCK
-from ..metrics.catalogue import METRICS, Bounds, Metric, excess
+from ..metrics.catalogue import METRICS, Metric, Range, excess
 
 
 _OURS = {stock: ours for ours, stock in STOCK.items()}
@@ -56,7 +56,7 @@ class Curve:
     """The value at each step: infinite where the metric overflowed, never NaN."""
 
     @property
-    def healthy(self) -> Bounds:
+    def healthy(self) -> Range:
         """Its healthy range; `None` is open."""
         metric = metric_of(self.key)
         return metric.healthy if metric else (None, None)

@@ -5,7 +5,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..metrics.catalogue import Bounds, range_text
+from ..metrics.catalogue import Range, range_text
 from ..tables import visible
 
 
@@ -38,7 +38,7 @@ def _size(size: float) -> str:
     return f"{size:.4g}" if 0.9 < size < 1.1 else f"{size:.3g}"
 
 
-def healthy_range(bounds: Bounds) -> str:
+def healthy_range(bounds: Range) -> str:
     """A healthy range in words; empty if it is open on both sides."""
     return "0" if bounds == (None, 0.0) else range_text(bounds, number)
 
