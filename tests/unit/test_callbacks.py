@@ -333,7 +333,7 @@ def test_with_trl_own_trainer_tensorboard_needs_the_callback_first(tiny_model, t
 
 
 def test_ess_rule_with_trl_own_trainer_warns_and_trains_on(tiny_model, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("trl_consistent.callbacks.learning_rate._PATIENCE", 2)
+    monkeypatch.setattr("trl_consistent.callbacks.learning_rate.PATIENCE", 2)
     with caplog.at_level(logging.WARNING, "trl_consistent.callbacks"):
         kept = run(tiny_model, tmp_path, MismatchLRCallback(), cls=GRPOTrainer, max_steps=2)
     assert len(kept.steps) == 2
@@ -367,7 +367,12 @@ def test_a_callback_that_fails_says_so_once_and_training_goes_on(tiny_model, tmp
     kept = run(tiny_model, tmp_path, callback)
     assert len(kept.steps) == 3 and callback.calls == ["step_end"] and callback.released == 1
     (record,) = (r for r in caplog.records if r.name.startswith("trl_consistent.callbacks"))
-    for part in ("`Failing`", "`on_step_end`", "No space left on device", "off from now on: the report at the end"):
+    for part in (
+        "`Failing`",
+        "`on_step_end`",
+        "No space left on device",
+        "training continues without the report at the end",
+    ):
         assert part in record.message
     assert record.levelno == logging.ERROR and record.exc_info[1] is callback.error
 
@@ -550,7 +555,9 @@ def test_logs_without_any_metric_are_told_once(caplog):
 def test_what_all_ranks_do_alike_is_done_before_what_can_fail_on_one(monkeypatch):
     """Else rank 0 would train on where the others stop."""
     thresholds = {ABS_DIFF: (0.1, 0.2)}
-    callback = MismatchAlertCallback(["log", "record", "stop", "lower_lr"], thresholds=thresholds, persistence=(1, 1))
+    called = []
+    actions = ["log", "record", "stop", "lower_lr", lambda event, *_: called.append(event)]
+    callback = MismatchAlertCallback(actions, thresholds=thresholds, persistence=(1, 1))
     hand = ByHand(callback)
 
     def broken(*args, **kwargs):
@@ -559,7 +566,7 @@ def test_what_all_ranks_do_alike_is_done_before_what_can_fail_on_one(monkeypatch
     monkeypatch.setattr("trl_consistent.callbacks.alert.logger.log", broken)
     rates = [hand.step(**{ABS_DIFF: 0.5}) for _ in range(5)]
     assert hand.control.should_training_stop and rates[-1] == 0.5
-    assert [event.key for event in callback.record_requests] == [ABS_DIFF]
+    assert [event.key for event in callback.record_requests] == [event.key for event in called] == [ABS_DIFF]
 
 
 @pytest.mark.parametrize("cls", [ConsistentGRPOTrainer, GRPOTrainer])
@@ -720,4 +727,4 @@ def test_a_panel_that_fails_leaves_the_terminal_clean(monkeypatch, caplog):
     shown_by(callback)
     assert callback._bars == []
     (record,) = caplog.records
-    assert "StopIteration" in record.message and "off from now on: the mismatch panel" in record.message
+    assert "StopIteration" in record.message and "training continues without the mismatch panel" in record.message

@@ -814,7 +814,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, c
         callback.on_log(args, state, None, logs={"loss": 0.1})
     callback.on_train_end(args, state, None)
     assert [message.levelname for message in caplog.records] == ["ERROR"]
-    assert "Training goes on; off from now on: the report of this run" in caplog.text
+    assert "training continues without the report of this run" in caplog.text
 
 
 def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, caplog):

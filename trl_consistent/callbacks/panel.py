@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A panel in the terminal."""
+"""A callback that shows the mismatch in a panel on the terminal."""
 
 import functools
 import io
@@ -19,14 +19,15 @@ logger = logging.getLogger(__name__)
 
 class MismatchPanelCallback(GuardedCallback):
     """
-    Keeps a small panel under the progress bar: k3, |d|, ESS, what the correction did, and what is wrong now.
+    Keeps a small panel under the progress bar, with k3, |d|, ESS, what the correction did, and the alerts that are open.
 
-    Only rank 0 shows it, only where the progress bar is on a terminal; elsewhere it does nothing. It is redrawn in place at
-    each log; with `log_completions=True`, which prints a table there, it is printed above that table instead. Needs `rich`.
+    Rank 0 shows it if its progress bar is on a terminal; otherwise the callback does nothing. The panel is redrawn in place
+    at each log. With `log_completions=True`, which prints a table there, it is printed above that table instead. It needs
+    `rich`.
 
     Args:
         thresholds, window, persistence (*optional*):
-            As of [`MismatchAlertCallback`]: what the panel calls an alert.
+            What raises an alert, as in [`MismatchAlertCallback`].
 
     Example:
 
@@ -46,13 +47,14 @@ class MismatchPanelCallback(GuardedCallback):
     ):
         self._new_alerts = functools.partial(Alerts, thresholds=thresholds, window=window, persistence=persistence)
         self._alerts = self._new_alerts()
-        self._bars: list[Any] = []
-        self._lines: list[str] = []
-        self._shows = self._is_live = False
+        self._bars: list[Any] = []  # one for each line of the panel
+        self._lines: list[str] = []  # of the last panel
+        self._shows = False
+        self._redraws = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._shows = state.is_world_process_zero and not args.disable_tqdm and sys.stderr.isatty()
-        self._is_live = not getattr(args, "log_completions", False)
+        self._redraws = not getattr(args, "log_completions", False)
         self._lines = []
         if not self._shows:
             return
@@ -69,7 +71,7 @@ class MismatchPanelCallback(GuardedCallback):
             return
         self._alerts.update(state.global_step, logs)
         self._lines = panel(state.global_step, logs, self._alerts, shutil.get_terminal_size().columns - 1)
-        if not self._is_live:
+        if not self._redraws:
             tqdm.write("\n".join(self._lines), file=sys.stderr)
             return
         while len(self._bars) < len(self._lines):  # below the progress bar, which has position 0
@@ -78,10 +80,10 @@ class MismatchPanelCallback(GuardedCallback):
             bar.set_description_str(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        was_live = bool(self._bars)
+        was_shown = bool(self._bars)
         self._release()
-        if was_live:
-            tqdm.write("\n".join(self._lines), file=sys.stderr)  # the last one stays
+        if was_shown:
+            tqdm.write("\n".join(self._lines), file=sys.stderr)  # the last panel stays
 
     def _release(self) -> None:
         while self._bars:
@@ -89,8 +91,14 @@ class MismatchPanelCallback(GuardedCallback):
 
 
 _STYLES = {"warning": "yellow", "critical": "bold red"}
-_NUMBERS = (("k3", "mismatch/k3/mean", "{:.2g}"), ("|d|", "mismatch/abs_diff/mean", "{:.4f}"))
-_SHARES = (("ESS token", "mismatch/ess/token"), ("sequence", "mismatch/ess/sequence"))
+# Name in the panel, key in the logs, and format of each number.
+_NUMBERS = (
+    ("k3", "mismatch/k3/mean", "{:.2g}"),
+    ("|d|", "mismatch/abs_diff/mean", "{:.4f}"),
+    ("ESS token", "mismatch/ess/token", "{:.1%}"),
+    ("sequence", "mismatch/ess/sequence", "{:.1%}"),
+)
+_GAP = "   "
 
 
 def panel(step: int, logs: dict[str, Any], alerts: Alerts, width: int) -> list[str]:
@@ -99,37 +107,47 @@ def panel(step: int, logs: dict[str, Any], alerts: Alerts, width: int) -> list[s
     from rich.panel import Panel
     from rich.text import Text
 
-    wrong = alerts.open
-
-    def shown(name: str, key: str, form: str) -> Text:
-        value = value_of(logs, name_in(logs, key))
-        style = _STYLES[wrong[key].severity] if key in wrong else "green" if value is not None else "dim"
-        return Text(f"{name} ").append(form.format(value) if value is not None else "–", style)
-
-    gap = Text("   ")
-    numbers = [shown(*row) for row in _NUMBERS] + [shown(name, key, "{:.1%}") for name, key in _SHARES]
-    acted = [
-        f"{verb} {sum(shares):.2%}"
-        for verb in ("truncated", "masked", "rejected")
-        if (
-            shares := [
-                x
-                for side in ("low", "high")
-                if (x := value_of(logs, f"correction/{verb}_fraction/{side}")) is not None
-            ]
-        )
-    ]
-    state = gap.join(
-        Text(f"{event.severity}: {event.key} since step {event.step}", _STYLES[event.severity])
-        for event in sorted(wrong.values(), key=lambda event: event.severity)
-    )
-    body = [
-        gap.join(numbers),
-        Text("   ".join(acted) or "no correction in the logs"),
-        state or Text("no alerts", "green"),
-    ]
+    body = [_numbers(logs, alerts), Text(_shares(logs) or "no correction in the logs"), _open_alerts(alerts)]
     for line in body:
         line.truncate(max(width - 4, 1), overflow="ellipsis")
-    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=width)
     console.print(Panel(Text("\n").join(body), title=f"mismatch, step {step}", title_align="left"))
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return output.getvalue().splitlines()
+
+
+def _numbers(logs: dict[str, Any], alerts: Alerts) -> Any:
+    """The key numbers, each in the color of its alert, or green."""
+    from rich.text import Text
+
+    found = []
+    for name, key, form in _NUMBERS:
+        value = value_of(logs, name_in(logs, key))
+        style = "dim" if value is None else "green"
+        if key in alerts.open:
+            style = _STYLES[alerts.open[key].severity]
+        found.append(Text(f"{name} ").append("–" if value is None else form.format(value), style))
+    return Text(_GAP).join(found)
+
+
+def _shares(logs: dict[str, Any]) -> str:
+    """The share of tokens that each action of the correction touched; empty without a correction."""
+    found = []
+    for action in ("truncated", "masked", "rejected"):
+        sides = [value_of(logs, f"correction/{action}_fraction/{side}") for side in ("low", "high")]
+        shares = [share for share in sides if share is not None]
+        if shares:
+            found.append(f"{action} {sum(shares):.2%}")
+    return _GAP.join(found)
+
+
+def _open_alerts(alerts: Alerts) -> Any:
+    """The alerts that are open, critical ones first."""
+    from rich.text import Text
+
+    events = sorted(alerts.open.values(), key=lambda event: event.severity)
+    if not events:
+        return Text("no alerts", "green")
+    texts = [f"{event.severity}: {event.key} since step {event.step}" for event in events]
+    styled = [Text(text, _STYLES[event.severity]) for text, event in zip(texts, events, strict=True)]
+    return Text(_GAP).join(styled)
