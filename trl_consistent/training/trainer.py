@@ -30,7 +30,7 @@ from .meter import Meter
 from .moment import moment_of
 from .noise import NoiseTracker
 from .plan import Plan, make_plan
-from .recorder import Recorder, fingerprint
+from .recorder import recorder_of
 from .reference import ReferenceResetCallback, load_reference, save_reference
 from .trackers import log_histograms, tracking
 
@@ -90,13 +90,12 @@ class ConsistentGRPOTrainer(GRPOTrainer):
             self.rollout_func = checked(self.rollout_func)
         plan = make_plan(self)
         check_trainer(self, plan, has_trl_loss=super()._compute_loss.__func__ is GRPOTrainer._compute_loss)
-        engine, recorder = engine_settings(self), None
+        engine = engine_settings(self)
         findings = check_engine(self, plan, engine)
         if (steps := option(self.args, "ref_reset_steps")) is not None:
             self._reference_reset = ReferenceResetCallback(steps)
             self.add_callback(self._reference_reset)
-        if option(self.args, "mismatch_record_steps"):
-            recorder = Recorder(self, fingerprint(self, engine, plan.correction, plan.old_logprobs, findings))
+        if (recorder := recorder_of(self, plan, engine, findings)) is not None:
             self.add_callback(recorder)
         noise = NoiseTracker(plan.correction, plan.explains_default, tells=self.accelerator.is_main_process)
         self._plan, self._so_far = plan, StepSoFar()
