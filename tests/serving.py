@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM server in processes of its own, started as the README says."""
+"""A real vLLM server in processes of its own, started as docs/engines.md says."""
 
 import contextlib
 import os

@@ -20,10 +20,11 @@ def main(argv: list[str] | None = None) -> int:
         return run.main(argv[1:])
     if argv and argv[0] == "grpo":
         return _grpo(argv[1:])
-    return _answer(_parser().parse_args(argv))
+    return _answer(build_parser().parse_args(argv))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; `run` and `grpo` take their arguments from [`main`]."""
     parser = argparse.ArgumentParser(
         prog="trl-consistent",
         description="Measures, corrects and explains the mismatch between trainer and rollout engine in TRL's GRPO.",

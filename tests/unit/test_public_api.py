@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import ast
 import inspect
-import re
 from pathlib import Path
 
 import pytest
 
 import trl_consistent
-from trl_consistent.records.store import RecordStore
-
-from ..recorded import record
 
 
 ROOT = Path(__file__).parents[2]
@@ -61,22 +57,15 @@ def test_examples_carry_inline_metadata_and_their_launch_command():
         assert "accelerate launch" in ast.get_docstring(ast.parse(text)), path
 
 
-def test_readme_metric_table_is_the_catalogue():
-    from scripts.tables import metric_table, preset_table
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_generated_tables_are_up_to_date(page):
+    from scripts.tables import with_tables
 
-    readme = (ROOT / "README.md").read_text()
-    assert metric_table() in readme, "run `python scripts/tables.py` and paste"
-    assert preset_table() in readme, "run `python scripts/tables.py` and paste"
+    assert with_tables(page.read_text()) == page.read_text(), "run `python scripts/tables.py`"
 
 
-def test_readme_python_blocks_run_or_parse(tmp_path, monkeypatch):
-    RecordStore(tmp_path / "output" / "mismatch" / "records", 9, 10**9).write(
-        record(gap=0.5)
-    )  # what one of them reads
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 4
-    for block in blocks:
-        compile(block, "README.md", "exec")
-        if "trainer.train()" not in block:
-            exec(compile(block, "README.md", "exec"), {})
+def test_every_generated_table_stands_in_a_page():
+    from scripts.tables import PLACE, TABLES
+
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert sorted(name for _, name, _ in PLACE.findall(text)) == sorted(TABLES)

