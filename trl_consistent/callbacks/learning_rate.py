@@ -23,7 +23,7 @@ _POWERS = {"ess_sqrt": 0.5, "ess_linear": 1.0}
 PATIENCE = 10
 """Logs without its metric after which a callback says that the metric is missing."""
 CUT = 0.5
-"""What one cut multiplies the learning rate by."""
+"""The factor of one cut of the learning rate."""
 _PERIOD = 1.8  # steps between the cuts of the length rule, in steps of the surge
 _FLOOR = 0.1  # the lowest scale of the length rule
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's logs and records say, as one HTML page, a picture, data, or a summary to paste into an issue."""
+"""The report of a run, from its logs and records: an HTML page, a picture, data, or a summary to paste into an issue."""
 
 from .html import render_html as render_html
 from .run import Run as Run

@@ -82,7 +82,8 @@ def _draw_healthy_band(axes: Any, colors: Colors, curve: Curve, span: Span) -> N
     bounds = [bound for bound in (low, high) if bound is not None]
     if not bounds:
         return
-    bottom, top = span.low if low is None else low, span.high if high is None else high
+    bottom = span.low if low is None else low
+    top = span.high if high is None else high
     axes.axhspan(bottom, top, color=colors["good"], alpha=0.09, linewidth=0, gid="healthy")
     for bound in bounds:
         axes.axhline(bound, color=colors["good"], linewidth=0.8, alpha=0.7, gid=f"bound-{bound:g}")
@@ -92,7 +93,8 @@ def _draw_values(axes: Any, colors: Colors, curve: Curve, span: Span) -> None:
     """Draws the line of the curve, and over it, in the color of their severity, the values that are outside a range."""
     values = np.array(curve.values)
     kept = thinned(values)
-    x, values = np.array(curve.steps)[kept], values[kept]
+    x = np.array(curve.steps)[kept]
+    values = values[kept]
     y = np.where(np.isfinite(values), np.maximum(values, span.low) if span.log else values, np.nan)
     axes.plot(x, y, color=colors["line"], linewidth=1.1, gid="curve", **point_markers(len(curve.steps)))
     for role, is_beyond in (("warning", curve.is_outside), ("critical", curve.is_critical)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all plots share: colors by role, axes and their ticks, thinning of long curves, clouds of many points.
+"""The parts that all plots share: colors by role, axes and their ticks, thinning of long curves, clouds of many points.
 
 `curve_plots.py` and `token_plots.py` decide which plots a run has; `figures.py` makes SVG and PNG of them. Matplotlib is
 imported only where something is drawn.
@@ -179,7 +179,8 @@ def draw_cloud(axes: Any, colors: Colors, x: np.ndarray, y: np.ndarray, x_span: 
     """Draws points, or their density where they are many; those beyond the spans stand at the edges."""
     set_span(axes.xaxis, x_span)
     set_span(axes.yaxis, y_span)
-    x, y = x_span.clip(x), y_span.clip(y)
+    x = x_span.clip(x)
+    y = y_span.clip(y)
     if len(x) > _MARKERS:
         _draw_density(axes, colors, x, y, x_span.edges(_CELLS), y_span.edges(_CELLS))
         return

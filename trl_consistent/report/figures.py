@@ -15,7 +15,7 @@ from .token_plots import gap_plots, weight_plots
 
 
 INSTALL = "pip install 'trl-consistent[report]'"
-"""What to do where matplotlib is missing."""
+"""The command to run where matplotlib is missing."""
 
 # What stands in an SVG for the color of a role until the style sheet of the page says it.
 _STAND_IN = {role: f"#5a{index:04x}" for index, role in enumerate(LIGHT)}

@@ -136,7 +136,7 @@ def _level(curve: Curve, value: float | None) -> str:
 
 
 def _tile(curve: Curve) -> dict[str, Any]:
-    """What the tile of a key number shows."""
+    """The texts of the tile of a key number, and its level."""
     notes = [f"began at {number(curve.values[0])}"]
     if healthy := healthy_range(curve.healthy):
         notes.insert(0, f"healthy {healthy}")
@@ -205,13 +205,11 @@ def _token_numbers(token: Token) -> str:
 
 def _legend() -> dict[str, list[tuple[str, str]]]:
     """Classes and texts of the shades: `up` where the trainer finds the token likelier, `down` where the engine does."""
-    up, down = [], []
-    for depth, start in enumerate(map(number, _SHADES_FROM), 1):
-        if depth == len(_SHADES_FROM):
-            up_text, down_text = f"≥ {start}", f"≤ −{start}"
-        else:
-            end = number(_SHADES_FROM[depth])
-            up_text, down_text = f"{start} to {end}", f"−{start} to −{end}"
-        up.append((f"d{depth}", f" {up_text} "))
-        down.append((f"u{depth}", f" {down_text} "))
-    return {"up": up, "down": down}
+    limits = [number(start) for start in _SHADES_FROM]
+    spans = list(zip(limits, limits[1:], strict=False))
+    up = [f" {start} to {end} " for start, end in spans] + [f" ≥ {limits[-1]} "]
+    down = [f" −{start} to −{end} " for start, end in spans] + [f" ≤ −{limits[-1]} "]
+    return {
+        "up": [(f"d{depth}", text) for depth, text in enumerate(up, 1)],
+        "down": [(f"u{depth}", text) for depth, text in enumerate(down, 1)],
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run left behind, read: its logs and records, and in words what is missing. The other files here show it."""
+"""Reads the logs and records that a run left behind, and says what is missing. The other files of this folder show it."""
 
 import math
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ _ENOUGH_VALUES = 5  # of a metric, for the alert rules to judge it
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a glance at a run should tell."""
+    """How bad the worst thing is that is open at the end of a run, and since when."""
 
     level: Literal["healthy", "warning", "critical", "unknown"]
     """Severity of the worst alert that is open at the end; `"unknown"` if no metric was logged that could tell."""

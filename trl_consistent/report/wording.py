@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every form of the report says in the same words: numbers, ranges, the run in one line, its correction and settings."""
+"""Words that all forms of the report share: for numbers, ranges, the run in one line, its correction and its settings."""
 
 import json
 import math
@@ -51,7 +51,8 @@ def one_line(text: str) -> str:
 def subtitle(run: "Run") -> list[str]:
     """The run in a few words each: model, last step, trainer, engine, recorded steps; what is not known is left out."""
     fingerprint = run.fingerprint
-    trainer, engine = fingerprint.get("trainer") or {}, fingerprint.get("engine") or {}
+    trainer = fingerprint.get("trainer") or {}
+    engine = fingerprint.get("engine") or {}
     parts = [
         str(fingerprint.get("model") or ""),
         f"step {run.last_step}" if run.last_step else "",
@@ -101,7 +102,7 @@ def _bounds(rule: dict[str, Any]) -> str:
 
 
 def settings_by_group(fingerprint: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """What a fingerprint says, without the audit, as names and values in groups; `run` has those that are in no group."""
+    """Names and values of a fingerprint without its audit, in groups; the group `run` has those that are in no other."""
     loose: list[tuple[str, str]] = []
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, value in fingerprint.items():
