@@ -65,11 +65,11 @@ def _grpo(argv: list[str]) -> int:
 
     with run.swapped():
         launch_arguments, script_arguments = split_launch_arguments(argv)
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from .upstream.accelerate import launch
 
     script = str(files("trl.scripts") / "grpo.py")
     command = [*launch_arguments, "-m", "trl_consistent.run", script, *script_arguments]
-    launch_command(launch_command_parser().parse_args(command))
+    launch(command)
     return 0
 
 

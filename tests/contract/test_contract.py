@@ -8,7 +8,6 @@ import re
 import textwrap
 
 import pytest
-import trl
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.grpo_trainer as grpo_trainer
 from trl import GRPOConfig, GRPOTrainer
@@ -22,6 +21,7 @@ from trl_consistent.upstream.trl import (
     colocated_engine_stub,
     engine_class_replaced,
     generation_class_replaced,
+    old_logprobs_computed,
     server_client_stub,
     vllm_is_available,
 )
@@ -32,10 +32,6 @@ from ..tiny import dataset
 
 def source(function) -> str:
     return textwrap.dedent(inspect.getsource(function))
-
-
-def test_trl_is_in_range():
-    assert trl.__version__.startswith("1.16.")
 
 
 def test_constructor_order():
@@ -177,11 +173,7 @@ def test_trainer_attributes_trl_reads_at_every_step():
     assert 'self._metrics[mode]["reward"].append' in body
 
 
-def test_trainer_attributes_we_read():
-    init = source(GRPOTrainer.__init__)
-    for name in ("_step", "num_iterations", "beta", "ref_model", "reward_weights", "scale_rewards", "aux_loss_enabled",
-                 "router_aux_loss_coef", "max_completion_length", "importance_sampling_level", "num_generations_eval"):  # fmt: skip
-        assert f"self.{name} = " in init, name
+def test_a_rollout_batch_is_made_every_so_many_micro_batches():
     assert "self._step += 1" in source(GRPOTrainer.training_step)
     prepare = source(GRPOTrainer._prepare_inputs)
     assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in prepare
@@ -272,7 +264,8 @@ def test_the_order_in_which_vllm_shapes_the_distribution():
 
 def test_whether_old_log_probs_are_computed_hangs_on_two_things():
     body = source(GRPOTrainer._generate_and_score_completions)
-    assert body.count("gradient_accumulation_steps") - body.count("# a full optimizer step (when gradient") == 1
+    for name in ("args.gradient_accumulation_steps", "args.steps_per_generation", "num_iterations"):
+        assert body.count(f"self.{name}") == 1, "old_logprobs_computed substitutes it, and nothing else may read it"
     assert "self.args.gradient_accumulation_steps % generate_every != 0 or (" in body
     assert "generate_every = self.args.steps_per_generation * self.num_iterations" in body
     decision = body.index("generate_every = ")
@@ -300,6 +293,20 @@ def test_batch_keys(tiny_model, tmp_path):
     for key in ("completion_mask", "old_per_token_logps", "sampling_per_token_logps"):
         assert batch[key].shape == shape
     assert batch["num_items_in_batch"].shape == () and batch["num_items_in_batch"] == batch["completion_mask"].sum()
+
+
+@pytest.mark.parametrize("computed", [True, False])
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)
+def test_old_log_probs_are_computed_or_left_out_as_asked(tiny_model, tmp_path, computed, options):
+    with synthetic_engine():
+        trainer = build(GRPOTrainer, tiny_model, tmp_path, vllm_importance_sampling_correction=False, **options)
+    trainer.model.train()
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    before = vars(trainer.args) | {"num_iterations of the trainer": trainer.num_iterations}
+    with old_logprobs_computed(trainer, computed):
+        batch = trainer._generate_and_score_completions([dict(row) for row in dataset().select([0] * rows)])
+    assert ("old_per_token_logps" in batch) == computed
+    assert vars(trainer.args) | {"num_iterations of the trainer": trainer.num_iterations} == before
 
 
 def test_old_log_probs_are_left_out_only_when_the_training_forward_has_them(tiny_model, tmp_path):
@@ -351,10 +358,8 @@ def test_vllm_names():
     import vllm.model_executor.models.registry as registry
     from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
 
-    assert {"lora_name", "lora_int_id", "lora_path"} <= set(inspect.signature(LoRARequest).parameters)
-    assert callable(LLMEngine.add_lora) and callable(LLMEngine.remove_lora)
+    assert list(inspect.signature(LoRARequest).parameters)[:3] == ["lora_name", "lora_int_id", "lora_path"]
     assert isinstance(ops._supports_onednn, bool)
     assert callable(registry._run_in_subprocess)
     assert current_platform.is_cpu()
@@ -365,7 +370,6 @@ def test_vllm_names():
 def test_vllm_takes_weights_as_we_give_them():
     from vllm.distributed.weight_transfer import base
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.entrypoints.serve.dev.rlhf.api_router import router
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -380,15 +384,6 @@ def test_vllm_takes_weights_as_we_give_them():
     ]
     loading = source(inspect.unwrap(Worker.load_model))
     assert loading.index("load_model(load_dummy_weights") < loading.index("WeightTransferEngineFactory.create_engine(")
-    paths = {route.path for route in router.routes}
-    wanted = (
-        "init_weight_transfer_engine",
-        "start_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "weight_info",
-    )
-    assert {f"/{name}" for name in wanted} <= paths
 
 
 def test_patches_undo_themselves_even_after_an_error():

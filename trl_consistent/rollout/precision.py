@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..upstream.accelerate import mixes_precision
+
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `rollout_precision` that set both sides."""
@@ -26,10 +28,10 @@ def compute_dtype(model: Any, accelerator: Any) -> torch.dtype:
 
     Args:
         model: The trained model, adapters included.
-        accelerator (`accelerate.Accelerator`): Of the trainer. On a CPU, it ignores float16 without a word.
+        accelerator (`accelerate.Accelerator`): That of the trainer.
     """
-    mixes = accelerator.native_amp or accelerator.distributed_type.value == "DEEPSPEED"
-    return (PRECISIONS.get(accelerator.mixed_precision) if mixes else None) or weights_dtype(model)
+    mixed = PRECISIONS.get(accelerator.mixed_precision) if mixes_precision(accelerator) else None
+    return mixed or weights_dtype(model)
 
 
 def check_precision(precision: str, trainer: torch.dtype, engine: torch.dtype | None) -> None:

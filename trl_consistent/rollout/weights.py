@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..upstream.peft import peft_adapter_modules, peft_layers_that_merge_in_place, peft_merge_forgotten, peft_wrapped
-from ..upstream.substitution import parameters_replaced
+from ..upstream.torch import parameters_replaced
 from ..upstream.transformers import tied_weight_names
 
 

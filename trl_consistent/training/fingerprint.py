@@ -41,7 +41,7 @@ def run_fingerprint(trainer: Any, plan: Plan, engine: EngineSettings, findings: 
     kind = f"vllm {trainer.vllm_mode}" if trainer.use_vllm else engine_of(args).replace("_", " ")
     if plan.correction is not None:
         correction = {"preset": option(args, "correction"), **dataclasses.asdict(plan.correction)}
-    model = getattr(trainer.model.config, "_name_or_path", "")
+    model = getattr(trainer.model.config, "name_or_path", "")
     return {
         "model": Path(model).name if os.path.isdir(model) else model,  # records travel, folders stay
         "processes": trainer.accelerator.num_processes,

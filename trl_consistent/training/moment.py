@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..upstream.trl import micro_batches_begun
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -35,7 +37,7 @@ def moment_of(trainer: Any) -> Moment:
     """Where the batch stands that a [`ConsistentGRPOTrainer`] is working on."""
     if not trainer.model.training:
         return Moment(training=False)
-    args, step = trainer.args, trainer._step
+    args, step = trainer.args, micro_batches_begun(trainer)
     uses = args.steps_per_generation * trainer.num_iterations
     return Moment(
         step=trainer.state.global_step + 1,

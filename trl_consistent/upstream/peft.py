@@ -8,6 +8,30 @@ from typing import Any
 from .substitution import substituted
 
 
+VERSIONS = {"peft": ">=0.17,<0.22"}
+
+NAMES = {
+    "peft.tuners.tuners_utils:BaseTunerLayer": {
+        "merged_adapters": "names of the adapters that are merged into the base layer",
+        "active_adapters": "names of the adapters that the forward adds",
+    },
+    "peft.tuners.lora:LoraLayer": {
+        "base_layer": "the module that a layer with adapters wraps; other kinds of adapters have it as well",
+        "_caches": "norms that `merge` keeps for the `unmerge` of DoRA",
+    },
+    "peft.tuners.ia3:IA3Layer": {"merge": "writes to the weights of the base layer and nothing else"},
+    "peft.tuners.lycoris_utils:LycorisLayer": {"merge": "writes to the weights of the base layer and nothing else"},
+    "peft.tuners.trainable_tokens:TrainableTokensLayer": {
+        "merge": "writes to the weights of the base layer and nothing else"
+    },
+    "peft.utils.other:ModulesToSaveWrapper": {
+        "original_module": "the module that is not trained",
+        "modules_to_save": "its trained copies, by adapter",
+    },
+    "peft.utils.other:TrainableTokensWrapper": {"token_adapter": "the layer with the trained tokens"},
+}
+
+
 def peft_layers_that_merge_in_place() -> tuple[type, ...]:
     """peft layers whose `merge` writes to parameters of their base layer and leaves no other trace than
     `peft_merge_forgotten` undoes (others swap modules, or keep more state)."""

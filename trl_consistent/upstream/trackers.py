@@ -4,6 +4,18 @@
 from typing import Any, NamedTuple
 
 
+VERSIONS = {"transformers": ">=5.17,<5.25", "trackio": ">=0.40,<0.44"}
+
+NAMES = {
+    "transformers.integrations:TensorBoardCallback": {"tb_writer": "the writer, `None` until training begins"},
+    "transformers.integrations:WandbCallback": {"_wandb": "the module, whose `run` is `None` until training begins"},
+    "transformers.integrations:TrackioCallback": {"_trackio": "the module"},
+    "transformers.integrations": {"rewrite_logs": "puts `train/` or `eval/` before names as the callbacks do"},
+    "trackio.context_vars": {"current_run": "the run that `trackio.log` writes to"},
+    "trackio.run:Run": {"_next_step": "the step that the next call of `log` without a `step` gets"},
+}
+
+
 class Tracker(NamedTuple):
     """What a callback of transformers sends logs to: a TensorBoard `writer`, or else a `module` like W&B's."""
 
@@ -14,7 +26,7 @@ class Tracker(NamedTuple):
 
 
 def tracker_of(callback: Any) -> Tracker | None:
-    """The tracker that `callback` has started; `None` if it is no callback of TensorBoard, W&B or trackio, or has not."""
+    """The tracker that a callback of TensorBoard, W&B or trackio has started; `None` before, or of other callbacks."""
     from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
     if isinstance(callback, TensorBoardCallback):

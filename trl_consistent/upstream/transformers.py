@@ -10,6 +10,28 @@ from typing import Any
 from .substitution import substituted
 
 
+VERSIONS = {"transformers": ">=5.17,<5.25"}
+
+NAMES = {
+    "transformers:Trainer": {
+        "_save_checkpoint": "overridden, and called between steps; writes everything a training goes on from",
+        "_load_optimizer_and_scheduler": "overridden; called with the checkpoint before a training goes on",
+        "_get_output_dir": "the folder that holds the checkpoints",
+        "callback_handler": "holds the callbacks, those of trackers included",
+        "is_fsdp_enabled": "whether FSDP shards the model",
+        "is_deepspeed_enabled": "whether DeepSpeed does",
+        "current_gradient_accumulation_steps": "micro-batches of this optimizer step; set once training has begun",
+    },
+    "transformers:TrainingArguments": {"_VALID_DICT_FIELDS": "fields that take JSON on the command line"},
+    "transformers:PreTrainedModel": {"_tied_weights_keys": "names of the weights that can be tied"},
+    "transformers:GenerationMixin": {"_get_logits_processor": "replaced; builds the processors of every `generate`"},
+    "transformers.generation.continuous_batching:ContinuousMixin": {
+        "generate_batch": "replaced; takes a config with `return_logprobs`, and returns outputs with `logprobs`"
+    },
+    "transformers.trainer_callback:ExportableState": {"state": "the state that goes with checkpoints"},
+}
+
+
 def dropout_in(model: Any) -> str | None:
     """The name of a module of `model` that drops something while training; `None` if none does.
 

